@@ -1,0 +1,40 @@
+"""Fixtures, and the environment the tests run in."""
+
+import os
+
+
+# Nothing in the tests may reach a model hub or a tracker. Set before transformers is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from trl_dro import DROConfig
+
+
+@pytest.fixture
+def make_config(tmp_path):
+    """A DROConfig for a few fast steps on a CPU; keyword arguments override."""
+
+    def make(**overrides) -> DROConfig:
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            "dro_beta": 0.5,
+            "num_iterations": 2,
+        }
+        return DROConfig(**{**settings, **overrides})
+
+    return make

@@ -1,0 +1,444 @@
+"""`DROConfig`: TRL's `GRPOConfig` with DRO's knobs, checked whole before a model is loaded."""
+
+import json
+import os
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from trl import GRPOConfig
+
+from .config_rules import (
+    IDLE,
+    LOSS_TYPES,
+    MISSING_BETA,
+    NEEDS,
+    REPLACED,
+    SAMPLING_FIELDS,
+    check_choices,
+    check_numbers,
+    check_reward_weights,
+    field_defaults,
+    refusal,
+)
+from .policy_loss import PolicyLoss, canonical_name, get_policy_loss
+from .windows import BatchPlan
+
+
+@dataclass
+class DROConfig(GRPOConfig):
+    r"""
+    Configuration of [`DROTrainer`]: every option of [`~trl.GRPOConfig`], and the ones below.
+
+    Bad or contradictory settings raise `ValueError` on construction. TRL's loss knobs (`loss_type`, `epsilon`,
+    `epsilon_high`, `delta`, `importance_sampling_level`, `sapo_*`, `vespo_*`) are refused in favour of `policy_loss`
+    and `loss_agg_mode`; [`DROConfig.from_grpo_config`] translates them.
+
+    Parameters:
+        policy_loss (`str`, *optional*, defaults to `"dro"`):
+            Policy objective: a registered name (`trl-dro losses` lists them) or the dotted path of a class of your
+            own that follows [`~trl_dro.policy_loss.PolicyLoss`].
+        policy_loss_kwargs (`dict` or `str`, *optional*):
+            Parameters of the objective, as a dict or as JSON.
+        dro_beta (`float`, *optional*):
+            Strength of DRO's quadratic penalty, required with `policy_loss="dro"`: a token of advantage `A` comes to
+            rest where its log-ratio to the anchor is `A / dro_beta`. (`beta` remains TRL's coefficient of the
+            reference KL.)
+        dro_level (`str`, *optional*, defaults to `"token"`):
+            Whether the penalty acts on each token's log-ratio (`"token"`) or on its sum over the completion
+            (`"sequence"`).
+        loss_agg_mode (`str`, *optional*, defaults to `"token-mean"`):
+            How per-token losses become one number; see [`~trl_dro.aggregate_loss`].
+        loss_scale_factor (`float`, *optional*):
+            Divisor of `loss_agg_mode="seq-mean-token-sum-norm"`. Defaults to `max_completion_length`.
+        anchor_policy (`str`, *optional*, defaults to `"old"`):
+            Which policy the log-ratio is taken to: `"old"` (at generation time, scored by the trainer), `"sampling"`
+            (log-probs reported by the inference engine), `"reference"` (the frozen reference model; `dro` only).
+        scale_rewards (`str` or `bool`, *optional*, defaults to `"none"`):
+            As in TRL, whose default is `"group"`. Dividing by each group's standard deviation would give every prompt
+            an effective `dro_beta` of its own.
+        vllm_importance_sampling_correction (`bool`, *optional*):
+            As in TRL; unset, it is off with `anchor_policy="sampling"` and on otherwise.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "policy_loss_kwargs"]
+
+    policy_loss: str = field(
+        default="dro",
+        metadata={"help": "Policy objective: a registered name (see `trl-dro losses`) or a dotted path to a class."},
+    )
+    policy_loss_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Parameters of the policy objective, as JSON on the command line."}
+    )
+    dro_beta: float | None = field(
+        default=None,
+        metadata={
+            "help": "Strength of DRO's quadratic penalty: a token of advantage A comes to rest at a log-ratio of "
+            "A / dro_beta. Required with `policy_loss='dro'`."
+        },
+    )
+    dro_level: str = field(
+        default="token",
+        metadata={"help": "Whether DRO's penalty acts on each `token` or on the summed log-ratio of a `sequence`."},
+    )
+    loss_agg_mode: str = field(
+        default="token-mean",
+        metadata={
+            "help": "How per-token losses are aggregated: `token-mean`, `token-sum`, `seq-mean-token-sum`, "
+            "`seq-mean-token-mean` or `seq-mean-token-sum-norm`."
+        },
+    )
+    loss_scale_factor: float | None = field(
+        default=None,
+        metadata={
+            "help": "Divisor of `loss_agg_mode='seq-mean-token-sum-norm'`. Defaults to `max_completion_length`."
+        },
+    )
+    anchor_policy: str = field(
+        default="old",
+        metadata={
+            "help": "Policy that the log-ratio is taken to: `old` (at generation time, scored by the trainer), "
+            "`sampling` (as reported by the inference engine) or `reference` (the reference model)."
+        },
+    )
+
+    # Defaults that differ from GRPOConfig's
+    scale_rewards: str = field(
+        default="none",
+        metadata={
+            "help": "Reward scaling: `none` (default), `group` or `batch`. `group` gives every prompt its own "
+            "effective dro_beta."
+        },
+    )
+    vllm_importance_sampling_correction: bool | None = field(  # type: ignore[assignment]  # None until resolved
+        default=None,
+        metadata={
+            "help": "Whether to correct for the mismatch between vLLM's and the trainer's log-probs. Unset, it is off "
+            "with `anchor_policy='sampling'` and on otherwise."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self._parse_json_fields()
+        self._refuse_replaced_knobs()
+        check_numbers(self)
+        check_choices(self)
+        check_reward_weights(self.reward_weights)
+        self.build_policy_loss()
+        self._check_objective()
+        self._check_sampling()
+        self._check_reference()
+        self._check_entropy()
+        self._check_unsupported()
+        self._resolve_batch_geometry()
+        if self.vllm_importance_sampling_correction is None:
+            self.vllm_importance_sampling_correction = self.anchor_policy != "sampling"
+        # transformers calls these two deprecated aliases, yet TRL sets one by default: every config would warn.
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+        if self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        super().__post_init__()
+        self._warn()
+
+    @classmethod
+    def from_grpo_config(cls, cfg: GRPOConfig, *, dro_beta: float | None = None, **overrides: Any) -> "DROConfig":
+        """
+        Translate a TRL configuration.
+
+        Args:
+            cfg ([`~trl.GRPOConfig`]):
+                Source. Its rewards are scaled as before (`scale_rewards` is kept).
+            dro_beta (`float`, *optional*):
+                Given, the result trains with `dro` and the source's clipping options are dropped, with one warning
+                that lists them. Omitted, the result trains with the objective and aggregation equivalent to the
+                source's `loss_type`.
+            **overrides:
+                Fields of the result to set otherwise.
+
+        Raises:
+            ValueError: the source's loss has no equivalent here; the message says why and what comes nearest.
+        """
+        from .migration import grpo_fields
+
+        return cls(**grpo_fields(cls, cfg, dro_beta=dro_beta, **overrides))
+
+    def build_policy_loss(self) -> PolicyLoss:
+        """The configured objective. Raises `ValueError` for an unknown name and for missing or bad parameters."""
+        params = dict(_as_dict(self.policy_loss_kwargs))
+        if self.is_dro:
+            for name, value, given in (
+                ("beta", self.dro_beta, self.dro_beta is not None),
+                ("level", self.dro_level, self.dro_level != "token"),
+            ):
+                if given and name in params:
+                    both = f"dro_{name}={value!r} and policy_loss_kwargs={{{name!r}: {params[name]!r}}}"
+                    raise ValueError(f"{name} is given twice: {both}. Write `dro_{name}={value!r}` only.")
+                if given:
+                    params[name] = value
+            if params.get("beta") is None:
+                raise ValueError(MISSING_BETA)
+        return get_policy_loss(self.policy_loss, **params)
+
+    def batch_plan(self) -> BatchPlan:
+        """The resolved batch geometry."""
+        return BatchPlan(
+            world_size=self.world_size,
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            steps_per_generation=cast(int, self.steps_per_generation),
+            num_iterations=self.num_iterations,
+            num_generations=cast(int, self.num_generations),
+            anchor_policy=self.anchor_policy,
+        )
+
+    @property
+    def is_dro(self) -> bool:
+        return canonical_name(self.policy_loss) == "dro"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference model is scored: for TRL's KL term, or as the anchor."""
+        return self.beta != 0.0 or self.anchor_policy == "reference"
+
+    def _parse_json_fields(self) -> None:
+        for name in ("policy_loss_kwargs", "generation_kwargs"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                with suppress(json.JSONDecodeError):
+                    value = json.loads(value)
+                setattr(self, name, value)
+            if value is not None and not isinstance(value, dict):
+                example = {"policy_loss_kwargs": '{"beta": 0.5}', "generation_kwargs": '{"suppress_tokens": [0]}'}[
+                    name
+                ]
+                raise refusal(name, value, "it must be a dict, JSON of one, or None", f"{name}={example}")
+
+    def _refuse_replaced_knobs(self) -> None:
+        defaults = field_defaults(GRPOConfig)
+        for name, instead in REPLACED.items():
+            value = getattr(self, name)
+            if value != defaults[name]:
+                if name == "loss_type":
+                    instead = LOSS_TYPES.get(str(value), instead)
+                allowed = (
+                    f"this knob of TRL's losses must keep its default {defaults[name]!r}, the objective replaces it"
+                )
+                raise refusal(name, value, allowed, instead)
+
+    def _check_objective(self) -> None:
+        if not self.is_dro:
+            if self.dro_beta is not None:
+                allowed = f"it belongs to policy_loss='dro', not {self.policy_loss!r}"
+                raise refusal("dro_beta", self.dro_beta, allowed, "policy_loss='dro'")
+            if self.dro_level != "token":
+                allowed = f"it belongs to policy_loss='dro', not {self.policy_loss!r}"
+                raise refusal("dro_level", self.dro_level, allowed, "dro_level='token'")
+            if self.anchor_policy == "reference":
+                allowed = (
+                    f"only policy_loss='dro' can be anchored to the reference model, {self.policy_loss!r} needs the "
+                    "policy that sampled (allowed: 'old', 'sampling')"
+                )
+                raise refusal("anchor_policy", "reference", allowed, "anchor_policy='old'")
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            if self.loss_scale_factor is None and self.max_completion_length is None:
+                allowed = "loss_agg_mode='seq-mean-token-sum-norm' divides by it, or by max_completion_length"
+                raise refusal("loss_scale_factor", None, allowed, "loss_scale_factor=512")
+        elif self.loss_scale_factor is not None:
+            allowed = f"loss_agg_mode={self.loss_agg_mode!r} does not use it"
+            raise refusal(
+                "loss_scale_factor", self.loss_scale_factor, allowed, "loss_agg_mode='seq-mean-token-sum-norm'"
+            )
+        if self.anchor_policy == "sampling" and self.vllm_importance_sampling_correction:
+            allowed = "with anchor_policy='sampling' it would count the engine's mismatch twice (allowed: False, None)"
+            raise refusal(
+                "vllm_importance_sampling_correction", True, allowed, "vllm_importance_sampling_correction=False"
+            )
+
+    def _check_sampling(self) -> None:
+        moved, given = {}, _as_dict(self.generation_kwargs)
+        for name in SAMPLING_FIELDS:
+            if name not in given:
+                continue
+            value, current = given[name], getattr(self, name)
+            if current not in (value, field_defaults(GRPOConfig)[name]):
+                allowed = f"{name}={current!r} is set too"
+                raise refusal(f"generation_kwargs[{name!r}]", value, allowed, f"{name}={value!r}")
+            moved[name] = value
+        if moved:
+            self.generation_kwargs = {k: v for k, v in given.items() if k not in moved} or None
+            for name, value in moved.items():
+                setattr(self, name, value)
+            check_numbers(self)
+            written = ", ".join(f"{name}={value!r}" for name, value in moved.items())
+            warnings.warn(
+                f"Moved from generation_kwargs to the field of the same name, so that completions are scored as they "
+                f"are sampled: {written}. Write it there.",
+                stacklevel=4,
+            )
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            allowed = f"it must be below vllm_importance_sampling_clip_max={high!r}"
+            raise refusal("vllm_importance_sampling_clip_min", low, allowed, "vllm_importance_sampling_clip_min=None")
+        truncating = self.vllm_importance_sampling_mode.endswith("_truncate")
+        if self.vllm_importance_sampling_correction is not False and truncating and low is None and high is None:
+            mode = self.vllm_importance_sampling_mode
+            allowed = f"vllm_importance_sampling_mode={mode!r} needs a bound (clip_min, clip_max or both)"
+            raise refusal("vllm_importance_sampling_clip_max", None, allowed, "vllm_importance_sampling_clip_max=3.0")
+        if self.use_vllm and self.use_transformers_continuous_batching:
+            allowed = "use_vllm=True generates already, and only one engine can"
+            raise refusal("use_transformers_continuous_batching", True, allowed, "use_vllm=False")
+        if self.log_completions_hub_repo is not None and not self.log_completions:
+            allowed = "it needs log_completions=True (or leave it None)"
+            raise refusal("log_completions_hub_repo", self.log_completions_hub_repo, allowed, "log_completions=True")
+
+    def _check_reference(self) -> None:
+        if self.sync_ref_model and not self.needs_reference:
+            allowed = "with beta=0.0 and anchor_policy other than 'reference' there is no reference model to sync"
+            raise refusal("sync_ref_model", True, allowed, "sync_ref_model=False")
+
+    def _check_entropy(self) -> None:
+        if self.entropy_coef_min > self.entropy_coef_max:
+            allowed = f"it must not exceed entropy_coef_max={self.entropy_coef_max!r}"
+            raise refusal("entropy_coef_min", self.entropy_coef_min, allowed, "entropy_coef_min=0.0")
+
+    def _check_unsupported(self) -> None:
+        if self.label_smoothing_factor != 0.0:
+            allowed = "there are no labels to smooth in online RL, it must be 0.0"
+            raise refusal("label_smoothing_factor", self.label_smoothing_factor, allowed, "label_smoothing_factor=0.0")
+        if self.auto_find_batch_size:
+            allowed = "shrinking the batch would break the groups of num_generations completions, it must be False"
+            raise refusal("auto_find_batch_size", True, allowed, "per_device_train_batch_size=1")
+        if self.train_sampling_strategy != "random":
+            allowed = "prompts are drawn in groups by TRL's sampler, which ignores it; it must be 'random'"
+            instead = (
+                "shuffle_dataset=False" if self.train_sampling_strategy == "sequential" else "shuffle_dataset=True"
+            )
+            raise refusal("train_sampling_strategy", self.train_sampling_strategy, allowed, instead)
+        if self.data_seed not in (None, self.seed):
+            allowed = f"TRL's sampler draws prompts with seed={self.seed}, it must be None"
+            raise refusal("data_seed", self.data_seed, allowed, f"seed={self.data_seed}")
+        for name in ("tp_size", "cp_size", "sp_size"):
+            size = getattr(self.parallelism_config, name, 1) or 1
+            if size > 1:
+                allowed = "only data parallelism (DDP, FSDP, DeepSpeed) is supported, it must be 1"
+                raise refusal(f"parallelism_config.{name}", size, allowed, f"ParallelismConfig({name}=1)")
+
+    def _resolve_batch_geometry(self) -> None:
+        """Check what TRL checks later with terser messages, and let a resolved config be built again."""
+        # Before `TrainingArguments.__post_init__` the process group is not up: launchers announce its size here.
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        micro_step = self.per_device_train_batch_size * world_size
+        num_generations = cast(int, self.num_generations)
+        if self.generation_batch_size is not None:
+            size = self.generation_batch_size
+            if size % micro_step:
+                allowed = (
+                    f"it must be a multiple of per_device_train_batch_size * processes = "
+                    f"{self.per_device_train_batch_size} * {world_size} = {micro_step}"
+                )
+                nearest = max(size // micro_step, 1) * micro_step
+                raise refusal("generation_batch_size", size, allowed, f"generation_batch_size={nearest}")
+            if self.steps_per_generation is not None:
+                # TRL fills in both, then refuses a config that sets both. Together they are fine if they agree.
+                if size != micro_step * self.steps_per_generation:
+                    allowed = (
+                        f"steps_per_generation={self.steps_per_generation} makes it "
+                        f"{micro_step * self.steps_per_generation} (= {micro_step} * {self.steps_per_generation}); "
+                        "give one of the two"
+                    )
+                    raise refusal("generation_batch_size", size, allowed, "generation_batch_size=None")
+                self.generation_batch_size = None
+        accumulation = self.gradient_accumulation_steps
+        steps = self.steps_per_generation or (self.generation_batch_size or micro_step * accumulation) // micro_step
+        if steps % accumulation and accumulation % steps:
+            allowed = (
+                f"one of steps_per_generation and gradient_accumulation_steps={accumulation} must divide the other, "
+                "so that an optimizer step sees whole generation batches or whole parts of one"
+            )
+            raise refusal("steps_per_generation", steps, allowed, f"steps_per_generation={accumulation}")
+        rows = micro_step * steps
+        if rows % num_generations:
+            allowed = (
+                f"it must divide the generation batch of {rows} rows (per_device_train_batch_size "
+                f"{self.per_device_train_batch_size} * {world_size} processes * steps_per_generation {steps})"
+            )
+            fits = [size for size in range(2, rows + 1) if rows % size == 0]
+            instead = (
+                f"num_generations={min(fits, key=lambda size: abs(size - num_generations))}"
+                if fits
+                else f"per_device_train_batch_size={num_generations}"
+            )
+            raise refusal("num_generations", num_generations, allowed, instead)
+        evaluation_group = self.num_generations_eval or num_generations
+        evaluates = self.eval_strategy != "no" or self.do_eval
+        if evaluates and (self.per_device_eval_batch_size * world_size) % evaluation_group:
+            allowed = (
+                f"times {world_size} processes it must be a multiple of the {evaluation_group} completions for each "
+                "evaluation prompt (num_generations_eval, or num_generations)"
+            )
+            raise refusal(
+                "per_device_eval_batch_size",
+                self.per_device_eval_batch_size,
+                allowed,
+                f"per_device_eval_batch_size={evaluation_group}",
+            )
+
+    def _warn(self) -> None:
+        objective = self.build_policy_loss()
+        if self.is_dro and not self.batch_plan().penalty_alive:
+            used = self.batch_plan().micro_steps_per_generation
+            warnings.warn(
+                f"DRO's penalty does nothing here: with anchor_policy='old', and each generated batch used up in one "
+                f"optimizer step (gradient_accumulation_steps={self.gradient_accumulation_steps} is a multiple of "
+                f"steps_per_generation * num_iterations = {used}), the log-ratio is always 0 and this is REINFORCE. "
+                "Three ways out: (1) take several optimizer steps on each generated batch, num_iterations=4 or "
+                f"steps_per_generation={4 * self.gradient_accumulation_steps}; (2) anchor_policy='reference'; "
+                "(3) anchor_policy='sampling' with an engine that reports log-probs.",
+                stacklevel=4,
+            )
+        recommended = getattr(objective, "recommended_loss_agg_mode", None)
+        if recommended and self.loss_agg_mode == "token-mean":
+            warnings.warn(
+                f"policy_loss={self.policy_loss!r} is defined with loss_agg_mode={recommended!r}; 'token-mean' "
+                f"weights each completion by its length. Write `loss_agg_mode={recommended!r}`.",
+                stacklevel=4,
+            )
+        if self.loss_agg_mode == "token-sum" and self.max_grad_norm > 0:
+            warnings.warn(
+                f"loss_agg_mode='token-sum' grows with the batch, so max_grad_norm={self.max_grad_norm} will clip "
+                "nearly every step. Write `max_grad_norm=0.0` and scale the learning rate, or "
+                "`loss_agg_mode='token-mean'`.",
+                stacklevel=4,
+            )
+        if self.anchor_policy == "sampling":
+            biased = [
+                f"{name}={getattr(self, name)!r}"
+                for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", None), ("repetition_penalty", 1.0))
+                if getattr(self, name) != neutral
+            ]
+            if biased:
+                warnings.warn(
+                    f"{', '.join(biased)} changes the distribution that is sampled from, so the log-probs that "
+                    "anchor_policy='sampling' anchors to are not those of the policy. Leave them at their defaults, "
+                    "or write `anchor_policy='old'`.",
+                    stacklevel=4,
+                )
+        self._warn_about_idle_options()
+
+    def _warn_about_idle_options(self) -> None:
+        defaults = field_defaults(GRPOConfig)
+        for name, reason in IDLE.items():
+            if getattr(self, name) != defaults[name]:
+                warnings.warn(f"{name}={getattr(self, name)!r} has no effect: {reason}.", stacklevel=5)
+        for switch, names in NEEDS.items():
+            idle = [name for name in names if getattr(self, name) != defaults[name]]
+            if idle and not getattr(self, switch):
+                written = ", ".join(f"{name}={getattr(self, name)!r}" for name in idle)
+                warnings.warn(f"{written} has no effect without {switch}=True.", stacklevel=5)
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    """A dict field after `_parse_json_fields`: a dict, or None for nothing."""
+    return value or {}

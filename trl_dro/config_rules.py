@@ -1,0 +1,227 @@
+"""The rules that `DROConfig` checks field by field, and how its refusals are worded."""
+
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any
+
+from .aggregation import LOSS_AGG_MODES
+
+
+ANCHOR_POLICIES = ("old", "sampling", "reference")
+DRO_LEVELS = ("token", "sequence")
+
+
+def refusal(field: str, value: Any, allowed: str, instead: str) -> ValueError:
+    """The error for a bad setting: what was given, what is allowed, and the line to write instead."""
+    return ValueError(f"{field}={value!r} is refused: {allowed}. Write `{instead}` instead.")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Number:
+    """A numeric range: `Number("a number > 0", lambda v: v > 0, "1.0")`; optional ones also take None."""
+
+    def __init__(self, allowed: str, test: Callable[[Any], bool], example: str, *, whole: bool, optional: bool):
+        self.allowed = allowed + (" or None" if optional else "")
+        self.test, self.example, self.whole, self.optional = test, example, whole, optional
+
+    def accepts(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        return (_is_whole(value) if self.whole else is_number(value)) and self.test(value)
+
+
+def _whole(minimum: int, example: int, *, optional: bool = False) -> Number:
+    return Number(f"a whole number >= {minimum}", lambda v: v >= minimum, str(example), whole=True, optional=optional)
+
+
+def _above(bound: float, example: float, *, optional: bool = False) -> Number:
+    return Number(f"a finite number > {bound:g}", lambda v: v > bound, str(example), whole=False, optional=optional)
+
+
+def _at_least(bound: float, example: float, *, optional: bool = False) -> Number:
+    return Number(f"a finite number >= {bound:g}", lambda v: v >= bound, str(example), whole=False, optional=optional)
+
+
+def _within(low: float, high: float, example: float, *, open_low: bool = False, optional: bool = False) -> Number:
+    return Number(
+        f"a number in {'(' if open_low else '['}{low:g}, {high:g}]",
+        lambda v: (low < v if open_low else low <= v) and v <= high,
+        str(example),
+        whole=False,
+        optional=optional,
+    )
+
+
+NUMBERS: dict[str, Number] = {
+    "per_device_train_batch_size": _whole(1, 8),
+    "per_device_eval_batch_size": _whole(1, 8),
+    "gradient_accumulation_steps": _whole(1, 1),
+    "steps_per_generation": _whole(1, 4, optional=True),
+    "generation_batch_size": _whole(1, 32, optional=True),
+    "num_generations": _whole(2, 8),
+    "num_generations_eval": _whole(1, 1, optional=True),
+    "num_iterations": _whole(1, 1),
+    "max_completion_length": _whole(1, 256, optional=True),
+    "max_tool_calling_iterations": _whole(0, 4, optional=True),
+    "num_completions_to_print": _whole(1, 4, optional=True),
+    "learning_rate": _at_least(0, 1e-6),
+    "max_grad_norm": _at_least(0, 1.0),
+    "temperature": _above(0, 1.0),
+    "top_p": _within(0, 1, 1.0, open_low=True),
+    "top_k": _whole(0, 0),
+    "min_p": _within(0, 1, 0.1, optional=True),
+    "repetition_penalty": _above(0, 1.0),
+    "beta": _at_least(0, 0.0),
+    "loss_scale_factor": _above(0, 256, optional=True),
+    "ref_model_mixup_alpha": _within(0, 1, 0.6),
+    "ref_model_sync_steps": _whole(1, 512),
+    "router_aux_loss_coef": _at_least(0, 0.001, optional=True),
+    "top_entropy_quantile": _within(0, 1, 0.2),
+    "entropy_coef": _at_least(0, 0.0),
+    "entropy_coef_min": _at_least(0, 0.0),
+    "entropy_coef_max": _at_least(0, 1.0),
+    "entropy_coef_delta": _at_least(0, 0.005),
+    "entropy_target": _at_least(0, 0.2),
+    "off_policy_mask_threshold": _above(0, 0.5, optional=True),
+    "vllm_importance_sampling_clip_max": _above(0, 3.0, optional=True),
+    "vllm_importance_sampling_clip_min": _at_least(0, 0.5, optional=True),
+    "vllm_gpu_memory_utilization": _within(0, 1, 0.3, open_low=True),
+    "vllm_tensor_parallel_size": _whole(1, 1),
+    "vllm_max_model_length": _whole(1, 2048, optional=True),
+    "vllm_server_timeout": _above(0, 240.0),
+}
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "loss_agg_mode": LOSS_AGG_MODES,
+    "anchor_policy": ANCHOR_POLICIES,
+    "dro_level": DRO_LEVELS,
+    "scale_rewards": ("none", "group", "batch", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_mode": ("colocate", "server"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+
+# TRL's loss knobs, each with the knob that does its job here. Refused unless left at their default.
+_CLIP = "policy_loss='ppo_clip', policy_loss_kwargs={'epsilon_low': 0.2, 'epsilon_high': 0.28}"
+_SAPO = "policy_loss='sapo', policy_loss_kwargs={'temperature_pos': 1.0, 'temperature_neg': 1.05}"
+REPLACED: dict[str, str] = {
+    "loss_type": "policy_loss='ppo_clip', loss_agg_mode='token-mean'",
+    "importance_sampling_level": "policy_loss='gspo', loss_agg_mode='seq-mean-token-mean'",
+    "epsilon": _CLIP,
+    "epsilon_high": _CLIP,
+    "delta": "policy_loss='ppo_clip', policy_loss_kwargs={'dual_clip': 3.0}",
+    "sapo_temperature_pos": _SAPO,
+    "sapo_temperature_neg": _SAPO,
+    "vespo_k_pos": "policy_loss='dro', dro_level='sequence'",
+    "vespo_lambda_pos": "policy_loss='dro', dro_level='sequence'",
+    "vespo_k_neg": "policy_loss='dro', dro_level='sequence'",
+    "vespo_lambda_neg": "policy_loss='dro', dro_level='sequence'",
+}
+
+# What each `loss_type` is called here; `from_grpo_config` makes the same translation with its parameters.
+LOSS_TYPES: dict[str, str] = {
+    "grpo": "policy_loss='ppo_clip', loss_agg_mode='seq-mean-token-mean'",
+    "dr_grpo": "policy_loss='ppo_clip', loss_agg_mode='seq-mean-token-sum-norm'",
+    "dapo": "policy_loss='ppo_clip', loss_agg_mode='token-mean'",
+    "bnpo": "policy_loss='ppo_clip', loss_agg_mode='token-mean'",
+    "cispo": "policy_loss='cispo', policy_loss_kwargs={'ratio_max': 5.0}, loss_agg_mode='token-mean'",
+    "sapo": "policy_loss='sapo', loss_agg_mode='seq-mean-token-mean'",
+    "luspo": "policy_loss='gspo', loss_agg_mode='seq-mean-token-sum'",
+    "vespo": "policy_loss='gspo', loss_agg_mode='seq-mean-token-mean'",
+    "dro": "policy_loss='dro', dro_beta=0.5",
+}
+
+# Options that TRL reads only together with another one. Set alone they do nothing, which draws a warning.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "use_vllm": (
+        "vllm_mode",
+        "vllm_model_impl",
+        "vllm_enable_sleep_mode",
+        "vllm_structured_outputs_regex",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_server_timeout",
+        "vllm_group_port",
+        "vllm_gpu_memory_utilization",
+        "vllm_max_model_length",
+        "vllm_tensor_parallel_size",
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_cap",
+    ),
+    "use_transformers_continuous_batching": ("transformers_continuous_batching_config",),
+    "sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+    "use_adaptive_entropy": ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    "log_completions": ("num_completions_to_print", "log_unique_prompts"),
+}
+
+# Options of the training loop that online RL never gets to: set, they do nothing, which draws a warning.
+IDLE: dict[str, str] = {
+    "label_names": "completions have no labels",
+    "length_column_name": "prompts are not sampled by length",
+    "include_for_metrics": "there is no compute_metrics",
+    "batch_eval_metrics": "there is no compute_metrics",
+    "average_tokens_across_devices": "losses are always normalised over all devices",
+}
+
+# Sampling settings that have a field of their own. Given in `generation_kwargs`, TRL samples with them while scoring
+# and reporting with the field, so they are moved to the field.
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+MISSING_BETA = (
+    "dro_beta is not set, and it has no default because it depends on the size of your advantages.\n"
+    "DRO pushes a token with the force A - dro_beta * l, where A is its advantage and l = log pi - log pi_anchor how "
+    "far it has moved: it comes to rest at l* = A / dro_beta. With 0/1 rewards and scale_rewards='none', |A| is about "
+    "0.5, so\n"
+    "    dro_beta=2.5   rests at l* = 0.2  (about where PPO's clip of 0.2 stops)\n"
+    "    dro_beta=0.5   rests at l* = 1    (probability x2.7: a good first value)\n"
+    "    dro_beta=0.05  rests at l* = 10   (the value of published examples: hardly any trust region)\n"
+    "At dro_level='sequence' l is summed over the completion: divide by its mean length. "
+    "Write `dro_beta=0.5`, then look at the metric dro/past_optimum, or run `trl-dro check`."
+)
+
+
+def field_defaults(config_class: type) -> dict[str, Any]:
+    """The default of every field that has one."""
+    return {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(config_class)
+        if field.default is not MISSING or field.default_factory is not MISSING
+    }
+
+
+def check_numbers(config: Any) -> None:
+    for name, rule in NUMBERS.items():
+        value = getattr(config, name)
+        if not rule.accepts(value):
+            raise refusal(name, value, f"it must be {rule.allowed}", f"{name}={rule.example}")
+
+
+def check_choices(config: Any) -> None:
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+            names = [choice for choice in choices if isinstance(choice, str)]
+            nearest = get_close_matches(str(value), names, n=1, cutoff=0.0)[0]
+            allowed = "it must be one of " + ", ".join(repr(choice) for choice in choices)
+            raise refusal(name, value, allowed, f"{name}={nearest!r}")
+
+
+def check_reward_weights(weights: Any) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, (list, tuple)) or not weights or not all(is_number(weight) for weight in weights):
+        allowed = "it must be a non-empty list of finite numbers, one for each reward function, or None"
+        raise refusal("reward_weights", weights, allowed, "reward_weights=[1.0, 0.5]")

@@ -1,0 +1,106 @@
+"""From TRL's `GRPOConfig` to the fields of `DROConfig`."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+from trl import GRPOConfig
+
+from .config_rules import LOSS_TYPES, REPLACED, field_defaults, refusal
+
+
+# loss_type -> loss_agg_mode of the same normalisation
+_AGGREGATION = {
+    "grpo": "seq-mean-token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "cispo": "token-mean",
+    "sapo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
+}
+
+
+def grpo_fields(target: type, cfg: GRPOConfig, *, dro_beta: float | None, **overrides: Any) -> dict[str, Any]:
+    """The keyword arguments of the `DROConfig` that does what `cfg` does (see `DROConfig.from_grpo_config`)."""
+    from .config import DROConfig
+
+    if isinstance(cfg, DROConfig):
+        raise ValueError("cfg is a DROConfig already. Write `dataclasses.replace(cfg, ...)` to change fields of it.")
+    if not isinstance(cfg, GRPOConfig):
+        raise ValueError(f"cfg={cfg!r} is refused: it must be a trl.GRPOConfig. Write `DROConfig(...)` instead.")
+    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.init}
+    unknown = sorted(fields.keys() - {f.name for f in dataclasses.fields(target)})
+    if unknown:
+        raise ValueError(
+            f"{type(cfg).__name__} has fields that DROConfig lacks: {', '.join(unknown)}. Write a subclass of "
+            "DROConfig with these fields and call its from_grpo_config."
+        )
+    if overrides.get("anchor_policy") == "sampling":
+        # In the source this is TRL's default rather than a wish.
+        fields["vllm_importance_sampling_correction"] = None
+    defaults = field_defaults(GRPOConfig)
+    if dro_beta is None:
+        if "policy_loss" not in overrides:
+            fields.update(_equivalent_objective(cfg))
+    else:
+        fields["dro_beta"] = dro_beta
+        fields["loss_agg_mode"] = _AGGREGATION.get(cfg.loss_type, "token-mean")
+        dropped = [f"{name}={fields[name]!r}" for name in REPLACED if fields[name] != defaults[name]]
+        if dropped:
+            warnings.warn(
+                f"DRO replaces these options of the source, which are dropped: {', '.join(dropped)}. The aggregation "
+                f"of loss_type={cfg.loss_type!r} is kept: loss_agg_mode={fields['loss_agg_mode']!r}.",
+                stacklevel=3,
+            )
+        if fields["scale_rewards"] != "none" and "scale_rewards" not in overrides:
+            where = " from prompt to prompt" if fields["scale_rewards"] == "group" else ""
+            warnings.warn(
+                f"scale_rewards={fields['scale_rewards']!r} is kept from the source. Dividing rewards by their "
+                f"standard deviation changes what dro_beta means{where}. Write `scale_rewards='none'` for DRO's "
+                "default.",
+                stacklevel=3,
+            )
+    fields.update({name: defaults[name] for name in REPLACED})
+    # A batch geometry that TRL derived is derived again, so that it follows what is overridden.
+    fields["generation_batch_size"] = None
+    if cfg.steps_per_generation == cfg.gradient_accumulation_steps or "generation_batch_size" in overrides:
+        fields["steps_per_generation"] = None
+    return {**fields, **overrides}
+
+
+def _equivalent_objective(cfg: GRPOConfig) -> dict[str, Any]:
+    """`policy_loss`, its parameters and `loss_agg_mode` with the gradient of the source's loss."""
+    loss_type = cfg.loss_type
+    at_sequence = cfg.importance_sampling_level == "sequence"
+    if loss_type not in _AGGREGATION:
+        raise refusal(
+            "loss_type",
+            loss_type,
+            "its weight depends on the whole sequence's importance weight with the engine's correction inside, which "
+            "does not decompose into objective, correction and aggregation"
+            if loss_type == "vespo"
+            else f"known are {', '.join(_AGGREGATION)}",
+            LOSS_TYPES.get(loss_type, "loss_type='dapo'"),
+        )
+    if loss_type == "bnpo" and (cfg.gradient_accumulation_steps > 1 or cfg.world_size > 1):
+        allowed = "normalising by each micro-batch depends on how the batch is cut, here only whole windows normalise"
+        raise refusal("loss_type", loss_type, allowed, "loss_type='dapo' (loss_agg_mode='token-mean')")
+    low = cfg.epsilon
+    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    result: dict[str, Any] = {"loss_agg_mode": _AGGREGATION[loss_type]}
+    if loss_type in ("cispo", "sapo"):
+        if at_sequence:
+            allowed = f"loss_type={loss_type!r} at sequence level has no equivalent here"
+            raise refusal("importance_sampling_level", "sequence", allowed, "importance_sampling_level='token'")
+        if loss_type == "cispo":
+            kwargs: dict[str, Any] = {"ratio_max": high}
+        else:
+            kwargs = {"temperature_pos": cfg.sapo_temperature_pos, "temperature_neg": cfg.sapo_temperature_neg}
+        return {**result, "policy_loss": loss_type, "policy_loss_kwargs": kwargs}
+    kwargs = {"epsilon_low": low, "epsilon_high": high}
+    if at_sequence:
+        if cfg.delta is not None:
+            raise refusal("delta", cfg.delta, "gspo has no second clip, it must be None", "delta=None")
+        return {**result, "policy_loss": "gspo", "policy_loss_kwargs": kwargs}
+    return {**result, "policy_loss": "ppo_clip", "policy_loss_kwargs": {**kwargs, "dual_clip": cfg.delta}}

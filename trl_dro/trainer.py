@@ -1,0 +1,458 @@
+"""`DROTrainer`: TRL's online trainer with a registered objective, exact windows and one metric reduce."""
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from trl import GRPOTrainer
+
+from .aggregation import aggregate_loss
+from .config import DROConfig
+from .config_rules import MISSING_BETA, refusal
+from .masking import masked_mean
+from .metrics import MetricAccumulator, add_log_ratio_metrics
+from .objectives import DRO
+from .policy_loss import PolicyLossInputs, PolicyLossOutput, apply_correction_weights
+from .windows import block_and_slot, trained_counts
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import BitsAndBytesConfig
+
+
+# Every private name of TRL and transformers that this package reads, sets or overrides.
+# tests/test_trl_contract.py checks that each still exists and still means the same.
+PRIVATE_NAMES = {
+    "GRPOTrainer._prepare_inputs": "extended: plans the window, generates what it needs, attaches its counts",
+    "GRPOTrainer._generate_and_score_completions": "extended: decides which policies are scored",
+    "GRPOTrainer._get_per_token_logps_and_entropies": "called: log-probs of the micro-batch",
+    "GRPOTrainer._step": "read: micro-steps so far",
+    "GRPOTrainer._buffered_inputs": "read and reset: the micro-batches of one generated batch",
+    "GRPOTrainer._metrics": "written: metrics that `log` averages and reports",
+    "GRPOTrainer._entropy_bonus_enabled": "read: whether the entropy bonus is active",
+    "GRPOTrainer._last_world_entropy": "read and set: entropy of the last window, checkpointed by TRL",
+    "GRPOTrainer._name": "set: the method's name in model cards",
+    "GRPOTrainer._paper": "set: the paper cited in model cards",
+    "GRPOTrainer._tag_names": "set: tags of pushed models",
+    "GRPOConfig._VALID_DICT_FIELDS": "extended: dict fields accepted as JSON",
+}
+
+# Inputs of multimodal models, by the names TRL's scoring method takes them.
+_MODEL_INPUTS = [
+    name
+    for name in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    if name
+    not in (
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    )
+]
+
+
+class DROTrainer(GRPOTrainer):
+    """
+    Trainer for Direct Reward Optimization and the other registered policy objectives.
+
+    Takes the arguments of [`~trl.GRPOTrainer`], with a [`DROConfig`] as `args`, and trains on the same datasets,
+    reward functions, tools, adapters and generation engines. `compute_loss` is the objective of `args.policy_loss`,
+    normalised over the whole window of an optimizer step by `args.loss_agg_mode`.
+
+    DRO follows Richemond et al. 2024, "Offline Regularised Reinforcement Learning for Large Language Models
+    Alignment" (https://arxiv.org/abs/2405.19107), in the online, group-baseline form of Kimi k1.5
+    (https://arxiv.org/abs/2501.12599).
+
+    Example:
+
+    ```python
+    from trl_dro import DROConfig, DROTrainer
+
+    trainer = DROTrainer(
+        model="Qwen/Qwen3-0.6B",
+        reward_funcs=reward,
+        train_dataset=dataset,
+        args=DROConfig(output_dir="out", dro_beta=0.5, num_iterations=4),
+    )
+    trainer.train()
+    ```
+
+    Raises:
+        ValueError: `args` is missing or not a [`DROConfig`], or asks for log-probs that no engine here reports.
+    """
+
+    _tag_names = ["trl", "dro", "trl-dro"]
+    _name = "DRO"
+    _paper = {
+        "title": "Offline Regularised Reinforcement Learning for Large Language Models Alignment",
+        "id": "2405.19107",
+        "citation": textwrap.dedent("""\
+            @article{richemond2024offline,
+                title        = {{Offline Regularised Reinforcement Learning for Large Language Models Alignment}},
+                author       = {Pierre Harvey Richemond and Yunhao Tang and Daniel Guo and others},
+                year         = 2024,
+                eprint       = {arXiv:2405.19107},
+            }"""),
+    }
+
+    args: DROConfig
+    model: Any
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: Any = None,
+        args: DROConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: "BitsAndBytesConfig | None" = None,
+        peft_config: "PeftConfig | None" = None,
+        tools: list[Callable] | None = None,
+        rollout_func: Callable[..., dict[str, Any]] | None = None,
+        environment_factory: Any = None,
+    ):
+        if args is None:
+            raise ValueError(f"DROTrainer needs `args=DROConfig(...)`. {MISSING_BETA}")
+        if not isinstance(args, DROConfig):
+            raise ValueError(
+                f"args is a {type(args).__name__}, DROTrainer takes a DROConfig. Write "
+                "`args=DROConfig.from_grpo_config(args, dro_beta=0.5)`."
+            )
+        if args.anchor_policy == "sampling" and not args.use_vllm and rollout_func is None:
+            allowed = (
+                "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
+            )
+            raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
+        self.policy_loss = args.build_policy_loss()
+        # TRL builds, places and syncs a reference model only for a KL coefficient.
+        with _temporarily(args, beta=args.beta or float(args.needs_reference)):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+        self.beta = args.beta
+        if args.disable_dropout:
+            _disable_functional_dropout(self.model)
+        self._accumulators = {"train": MetricAccumulator(), "eval": MetricAccumulator()}
+        # Generated blocks still in use, by index: their micro-batches, counts (slots, 2) over all ranks, and birth.
+        self._blocks: dict[int, tuple[list[dict[str, Any]], Tensor, int]] = {}
+        self._window_start = 0
+        self._window_batches: list[Any] = []
+
+    # Windows
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        """Note the prompts of the coming window: one that spans several generated batches makes them all at once."""
+        batch_samples, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._window_start = self._step
+        self._window_batches = batch_samples
+        return batch_samples, num_items_in_batch
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        if self._mode == "eval":
+            inputs = super()._prepare_inputs(generation_batch)
+            num_tokens, num_sequences = self._count([inputs])[0]
+            return _in_window(inputs, num_tokens, num_sequences, self.state.global_step)
+        if not 0 <= self._step - self._window_start < len(self._window_batches):
+            # Called outside `train`: this micro-step is a window of its own.
+            self._window_start, self._window_batches = self._step, [generation_batch]
+        if self._step == self._window_start:
+            for offset, prompts in enumerate(self._window_batches):
+                self._generate_block(self._step + offset, prompts)
+        block, slot = self._locate(self._step)
+        micro_batches, _, born = self._blocks[block]
+        counts = torch.stack([self._counts_at(step) for step in self._window_steps()]).sum(dim=0)
+        return _in_window(micro_batches[slot], counts[0], counts[1], born)
+
+    def _locate(self, step: int) -> tuple[int, int]:
+        return block_and_slot(step, cast(int, self.args.steps_per_generation), self.num_iterations)
+
+    def _window_steps(self) -> range:
+        return range(self._window_start, self._window_start + len(self._window_batches))
+
+    def _counts_at(self, step: int) -> Tensor:
+        block, slot = self._locate(step)
+        return self._blocks[block][1][slot]
+
+    def _generate_block(self, step: int, prompts: Any) -> None:
+        """Generate the block of micro-step `step` unless it is there, and forget the blocks before the window."""
+        block, _ = self._locate(step)
+        if block in self._blocks:
+            return
+        oldest, _ = self._locate(self._window_start)
+        self._blocks = {index: held for index, held in self._blocks.items() if index >= oldest}
+        self._buffered_inputs = None  # makes TRL generate, whatever its step counter says
+        super()._prepare_inputs(prompts)
+        micro_batches = cast(list[dict[str, Any]], self._buffered_inputs)
+        self._blocks[block] = (micro_batches, self._count(micro_batches), self.state.global_step)
+
+    def _count(self, micro_batches: list[dict[str, Any]]) -> Tensor:
+        """Trained tokens and sequences of each micro-batch, over all ranks: (len(micro_batches), 2)."""
+        counts = trained_counts([_trained_mask(inputs) for inputs in micro_batches])
+        return self.accelerator.reduce(counts, reduction="sum")
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        scored: dict[str, Any] = {}
+        if self.args.anchor_policy == "sampling" or self._mode == "eval":
+            # Nothing reads the old log-probs: make TRL see the aligned geometry, in which it does not score them.
+            scored["gradient_accumulation_steps"] = self.args.batch_plan().micro_steps_per_generation
+        with _temporarily(self.args, **scored), _temporarily(self, beta=self.beta or float(self.args.needs_reference)):
+            return super()._generate_and_score_completions(inputs)
+
+    # Loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """
+        The loss of one micro-batch: its share of the window's loss.
+
+        Args:
+            model: the (wrapped) policy.
+            inputs: one micro-batch as TRL prepares it, with the window's counts `window_num_tokens` and
+                `window_num_sequences`; without them the micro-batch is a window of its own.
+            return_outputs: must be False.
+            num_items_in_batch: ignored, the window's counts take its place.
+
+        Returns:
+            Scalar. Its gradients, summed over the micro-batches of a window and averaged over ranks, are the exact
+            gradient of the window's loss.
+        """
+        if return_outputs:
+            raise ValueError("return_outputs=True is refused: DROTrainer returns only the loss. Write `False`.")
+        mask = _trained_mask(inputs)
+        per_token_logps, entropies, aux_loss = self._score(model, inputs)
+        old_per_token_logps = inputs.get("old_per_token_logps")
+        if old_per_token_logps is None:
+            old_per_token_logps = per_token_logps.detach()
+        sampling_per_token_logps = inputs.get("sampling_per_token_logps")
+        if sampling_per_token_logps is None:
+            sampling_per_token_logps = old_per_token_logps
+        else:
+            # The engine could not score these tokens: as in TRL they count as unchanged.
+            sampling_per_token_logps = torch.where(
+                sampling_per_token_logps.isnan(), old_per_token_logps, sampling_per_token_logps
+            )
+        anchor = {"old": old_per_token_logps, "sampling": sampling_per_token_logps}.get(self.args.anchor_policy)
+        if anchor is None:
+            anchor = inputs["ref_per_token_logps"]
+        advantages = inputs["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        losses = PolicyLossInputs(per_token_logps, anchor, advantages, mask)
+        output = self.policy_loss(losses)
+        per_token_loss = output.per_token_loss
+
+        kept = mask
+        if self.args.off_policy_mask_threshold is not None:
+            sampled = PolicyLossInputs(per_token_logps, sampling_per_token_logps, advantages, mask)
+            low_kl = self.get_off_policy_mask(
+                sampled.advantages,
+                sampled.per_token_logps,
+                sampled.old_per_token_logps,
+                mask,
+                self.args.off_policy_mask_threshold,
+            )
+            per_token_loss = torch.where(low_kl.bool(), per_token_loss, 0.0)
+        if self.top_entropy_quantile < 1.0:
+            kept = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+            per_token_loss = torch.where(kept, per_token_loss, 0.0)
+        if "importance_sampling_ratio" in inputs:
+            weights = inputs["importance_sampling_ratio"]
+            per_token_loss = apply_correction_weights(self.policy_loss, per_token_loss, weights, losses.mask)
+
+        loss = policy_loss = self._aggregate(per_token_loss, mask, inputs)
+        accumulator = self._accumulators[self._mode]
+        if self.beta != 0.0:
+            against_old = PolicyLossInputs(per_token_logps, old_per_token_logps, advantages, mask)
+            per_token_kl = self._reference_kl(against_old, inputs["ref_per_token_logps"])
+            loss = loss + self.beta * self._aggregate(per_token_kl, mask, inputs)
+            accumulator.add_mean("kl", per_token_kl, losses.mask)
+        loss = loss + self._per_micro_batch_terms(entropies, kept, aux_loss)
+
+        accumulator.add_to_window("policy_loss", policy_loss)
+        accumulator.add_mean("entropy", entropies, losses.mask)
+        self._add_policy_metrics(losses, output, inputs)
+        if self._mode == "eval":
+            self._close_window()
+        return loss
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs (B, T) and entropies (B, T) of the completion tokens, and the router loss of an MoE model."""
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **{name: inputs.get(name) for name in _MODEL_INPUTS},
+        )
+
+    def _aggregate(self, per_token_loss: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+        if "window_num_tokens" in inputs:
+            num_tokens, num_sequences = inputs["window_num_tokens"], inputs["window_num_sequences"]
+        else:
+            num_tokens, num_sequences = self._count([inputs])[0]
+        scale_factor = self.args.loss_scale_factor or self.args.max_completion_length
+        return aggregate_loss(
+            per_token_loss,
+            mask,
+            self.args.loss_agg_mode,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            scale_factor=scale_factor,
+            num_processes=self.accelerator.num_processes,
+        )
+
+    def _reference_kl(self, against_old: PolicyLossInputs, ref_per_token_logps: Tensor) -> Tensor:
+        """TRL's KL term: the k3 estimate of KL(policy || reference), weighted by the ratio if bias-corrected."""
+        against_reference = dataclasses.replace(against_old, old_per_token_logps=ref_per_token_logps)
+        per_token_kl = 1.0 / against_reference.ratio + against_reference.log_ratio - 1.0
+        if self.args.use_bias_correction_kl:
+            per_token_kl = per_token_kl * against_old.ratio
+        return per_token_kl
+
+    def _per_micro_batch_terms(self, entropies: Tensor, kept: Tensor, aux_loss: Tensor | None) -> Tensor | float:
+        """Entropy bonus and router loss: means over the micro-batch, averaged over the window, as in TRL."""
+        share = 1.0 / self.current_gradient_accumulation_steps if self._mode == "train" else 1.0
+        accumulator = self._accumulators[self._mode]
+        terms: Tensor | float = 0.0
+        if self._entropy_bonus_enabled:
+            terms = terms - self._entropy_coefficient() * masked_mean(entropies, kept) * share
+            accumulator.add_mean("_entropy_controlled", entropies, kept.bool())
+        if self.aux_loss_enabled and aux_loss is not None:
+            terms = terms + self.router_aux_loss_coef * aux_loss * share
+            accumulator.add_mean("aux_loss", aux_loss)
+        return terms
+
+    def _entropy_coefficient(self) -> float:
+        """The coefficient in force for this window; the adaptive one acts only below its target entropy."""
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef
+
+    def _adapt_entropy_coefficient(self, window_entropy: float) -> None:
+        step = (
+            self.args.entropy_coef_delta
+            if window_entropy <= self.args.entropy_target
+            else -self.args.entropy_coef_delta
+        )
+        self.entropy_coef = min(max(self.entropy_coef + step, self.args.entropy_coef_min), self.args.entropy_coef_max)
+        self._last_world_entropy = window_entropy
+
+    # Metrics
+
+    def _add_policy_metrics(self, losses: PolicyLossInputs, output: PolicyLossOutput, inputs: dict[str, Any]) -> None:
+        accumulator = self._accumulators[self._mode]
+        level = self.policy_loss.level if isinstance(self.policy_loss, DRO) else "token"
+        add_log_ratio_metrics(accumulator, losses, level)
+        accumulator.add_objective_metrics(output.metrics, losses.mask)
+        age = torch.full(losses.mask.shape, float(self._anchor_age(inputs)), device=losses.mask.device)
+        accumulator.add_mean("dro/anchor_staleness", age, losses.mask)
+
+    def _anchor_age(self, inputs: dict[str, Any]) -> int:
+        """Optimizer steps between the anchor policy and the one being updated."""
+        now = self.state.global_step
+        if self.args.anchor_policy != "reference":
+            return now - inputs.get("window_born", now)
+        return now % self.args.ref_model_sync_steps if self.args.sync_ref_model else now
+
+    def _close_window(self) -> None:
+        """Reduce the window's metrics over ranks, with one collective."""
+        window = self._accumulators[self._mode].close_window(lambda local: self.accelerator.gather(local.unsqueeze(0)))
+        if self._mode == "train" and self.use_adaptive_entropy:
+            total, count = window["sum:_entropy_controlled"], window["count:_entropy_controlled"]
+            self._adapt_entropy_coefficient((total / count.clamp(min=1.0)).item())
+        if self._mode == "train" and self._entropy_bonus_enabled:
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._close_window()
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = self._mode
+        for name, value in self._accumulators[mode].flush().items():
+            self._metrics[mode][name].append(value)
+        super().log(logs, start_time)
+
+
+def _trained_mask(inputs: dict[str, Any]) -> Tensor:
+    """1 on tokens that are trained: completion, not padding, not tool output, not a truncated row left out."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _in_window(inputs: dict[str, Any], num_tokens: Tensor, num_sequences: Tensor, born: int) -> dict[str, Any]:
+    return {
+        **inputs,
+        "window_num_tokens": num_tokens,
+        "window_num_sequences": num_sequences,
+        "window_born": born,
+    }
+
+
+@contextmanager
+def _temporarily(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes for the length of a call into TRL, which reads its decisions from them."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+def _disable_functional_dropout(model: nn.Module) -> None:
+    """Zero the dropout rates that modules hold as numbers, which TRL's `disable_dropout` (modules only) misses."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
