@@ -391,6 +391,7 @@ def test_without_a_beta_the_source_keeps_its_objective(source, objective, kwargs
         ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "loss_type='bnpo' is refused.*token-mean"),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 2.0}, "delta=2.0 is refused"),
+        ({"loss_type": "grpo", "delta": 1.1}, "delta=1.1 is refused.*inside the first"),
     ],
 )
 def test_a_source_without_an_equivalent_is_refused_with_the_reason(source, message):

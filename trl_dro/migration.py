@@ -103,4 +103,7 @@ def _equivalent_objective(cfg: GRPOConfig) -> dict[str, Any]:
         if cfg.delta is not None:
             raise refusal("delta", cfg.delta, "gspo has no second clip, it must be None", "delta=None")
         return {**result, "policy_loss": "gspo", "policy_loss_kwargs": kwargs}
+    if cfg.delta is not None and cfg.delta < 1 + high:
+        allowed = f"a second clip inside the first (1 + epsilon_high = {1 + high:g}) has no equivalent here"
+        raise refusal("delta", cfg.delta, allowed, f"delta={max(2.0, 1 + high):g}")
     return {**result, "policy_loss": "ppo_clip", "policy_loss_kwargs": {**kwargs, "dual_clip": cfg.delta}}
