@@ -6,8 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Lazy, so that `import trl_dro.objectives` loads neither trl nor transformers.
-_PUBLIC = {
+__all__ = [
+    "DROConfig",
+    "DROTrainer",
+    "PolicyLossInputs",
+    "PolicyLossOutput",
+    "__version__",
+    "aggregate_loss",
+    "get_policy_loss",
+    "list_policy_losses",
+    "register_policy_loss",
+]
+
+# Where each name lives. Lazy, so that `import trl_dro.objectives` loads neither trl nor transformers.
+_MODULES = {
     "DROConfig": "config",
     "DROTrainer": "trainer",
     "PolicyLossInputs": "policy_loss",
@@ -17,8 +29,6 @@ _PUBLIC = {
     "list_policy_losses": "policy_loss",
     "register_policy_loss": "policy_loss",
 }
-
-__all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from .aggregation import aggregate_loss
@@ -34,10 +44,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+    if name in _MODULES:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted([*globals(), *_MODULES])

@@ -17,6 +17,7 @@ from .config_rules import (
     REPLACED,
     SAMPLING_FIELDS,
     check_choices,
+    check_dro_beta,
     check_numbers,
     check_reward_weights,
     field_defaults,
@@ -122,6 +123,7 @@ class DROConfig(GRPOConfig):
     def __post_init__(self) -> None:
         self._parse_json_fields()
         self._refuse_replaced_knobs()
+        check_dro_beta(self.dro_beta)
         check_numbers(self)
         check_choices(self)
         check_reward_weights(self.reward_weights)
@@ -179,7 +181,12 @@ class DROConfig(GRPOConfig):
                     params[name] = value
             if params.get("beta") is None:
                 raise ValueError(MISSING_BETA)
-        return get_policy_loss(self.policy_loss, **params)
+        try:
+            return get_policy_loss(self.policy_loss, **params)
+        except ValueError as error:
+            if self.policy_loss_kwargs:
+                raise ValueError(f"policy_loss_kwargs={self.policy_loss_kwargs!r}: {error}") from error
+            raise
 
     def batch_plan(self) -> BatchPlan:
         """The resolved batch geometry."""

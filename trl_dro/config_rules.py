@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any
 
 from .aggregation import LOSS_AGG_MODES
@@ -19,7 +20,7 @@ def refusal(field: str, value: Any, allowed: str, instead: str) -> ValueError:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_whole(value: Any) -> bool:
@@ -27,9 +28,9 @@ def _is_whole(value: Any) -> bool:
 
 
 class Number:
-    """A numeric range: `Number("a number > 0", lambda v: v > 0, "1.0")`; optional ones also take None."""
+    """A numeric range, with its wording and an example; optional ones also take None."""
 
-    def __init__(self, allowed: str, test: Callable[[Any], bool], example: str, *, whole: bool, optional: bool):
+    def __init__(self, allowed: str, test: Callable[[Any], bool], example: float, *, whole: bool, optional: bool):
         self.allowed = allowed + (" or None" if optional else "")
         self.test, self.example, self.whole, self.optional = test, example, whole, optional
 
@@ -40,22 +41,22 @@ class Number:
 
 
 def _whole(minimum: int, example: int, *, optional: bool = False) -> Number:
-    return Number(f"a whole number >= {minimum}", lambda v: v >= minimum, str(example), whole=True, optional=optional)
+    return Number(f"a whole number >= {minimum}", lambda v: v >= minimum, example, whole=True, optional=optional)
 
 
 def _above(bound: float, example: float, *, optional: bool = False) -> Number:
-    return Number(f"a finite number > {bound:g}", lambda v: v > bound, str(example), whole=False, optional=optional)
+    return Number(f"a finite number > {bound:g}", lambda v: v > bound, example, whole=False, optional=optional)
 
 
 def _at_least(bound: float, example: float, *, optional: bool = False) -> Number:
-    return Number(f"a finite number >= {bound:g}", lambda v: v >= bound, str(example), whole=False, optional=optional)
+    return Number(f"a finite number >= {bound:g}", lambda v: v >= bound, example, whole=False, optional=optional)
 
 
 def _within(low: float, high: float, example: float, *, open_low: bool = False, optional: bool = False) -> Number:
     return Number(
         f"a number in {'(' if open_low else '['}{low:g}, {high:g}]",
         lambda v: (low < v if open_low else low <= v) and v <= high,
-        str(example),
+        example,
         whole=False,
         optional=optional,
     )
@@ -200,6 +201,15 @@ def field_defaults(config_class: type) -> dict[str, Any]:
         for field in fields(config_class)
         if field.default is not MISSING or field.default_factory is not MISSING
     }
+
+
+def check_dro_beta(value: Any) -> None:
+    """Refuse a given dro_beta that is no positive number; whether one is needed is for the objective to say."""
+    if value is not None and not (is_number(value) and value > 0):
+        allowed = (
+            "it must be a finite number > 0, a token of advantage A comes to rest where its log-ratio is A / dro_beta"
+        )
+        raise refusal("dro_beta", value, allowed, "dro_beta=0.5")
 
 
 def check_numbers(config: Any) -> None:
