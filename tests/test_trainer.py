@@ -399,3 +399,33 @@ def test_the_model_card_names_dro_and_cites_its_paper(make_config, tmp_path):
     assert "2405.19107" in card
     assert "dro" in card
     assert "GRPO" not in card
+
+
+def test_the_bias_corrected_kl_uses_the_engines_log_probs_when_they_are_the_anchor(
+    make_config, quiet_rollouts, saved_model
+):
+    """The policy moves away from what the engine sampled with, so correcting or not must make a difference."""
+    runs = []
+    for corrected in (True, False):
+        config = make_config(anchor_policy="sampling", beta=1.0, use_bias_correction_kl=corrected)
+        trainer = make_trainer(config, model=saved_model(), rollout_func=scripted_rollout)
+        seen, loss = [], trainer._reference_kl
+        trainer._reference_kl = lambda against_old, ref, loss=loss, seen=seen: seen.append(against_old) or loss(
+            against_old, ref
+        )
+        trainer.train()
+        assert all(inputs.log_ratio[inputs.mask].abs().min() > 0 for inputs in seen)
+        runs.append(weights(trainer))
+    assert largest_difference(*runs) > 1e-4
+
+
+def test_tokens_that_the_engine_could_not_score_count_as_unchanged(make_config, quiet_rollouts):
+    def broken_engine(prompts, trainer):
+        output = scripted_rollout(prompts, trainer)
+        output["logprobs"] = [[math.nan for _ in row] for row in output["logprobs"]]
+        return output
+
+    trainer = make_trainer(make_config(anchor_policy="sampling"), rollout_func=broken_engine)
+    trainer.train()
+    assert trainer.state.log_history[1]["dro/log_ratio_max"] == 0.0
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())

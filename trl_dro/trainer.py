@@ -261,40 +261,15 @@ class DROTrainer(GRPOTrainer):
             raise ValueError("return_outputs=True is refused: DROTrainer returns only the loss. Write `False`.")
         mask = _trained_mask(inputs)
         per_token_logps, entropies, aux_loss = self._score(model, inputs)
-        old_per_token_logps = inputs.get("old_per_token_logps")
-        if old_per_token_logps is None:
-            old_per_token_logps = per_token_logps.detach()
-        sampling_per_token_logps = inputs.get("sampling_per_token_logps")
-        if sampling_per_token_logps is None:
-            sampling_per_token_logps = old_per_token_logps
-        else:
-            # The engine could not score these tokens: as in TRL they count as unchanged.
-            sampling_per_token_logps = torch.where(
-                sampling_per_token_logps.isnan(), old_per_token_logps, sampling_per_token_logps
-            )
-        anchor = {"old": old_per_token_logps, "sampling": sampling_per_token_logps}.get(self.args.anchor_policy)
-        if anchor is None:
-            anchor = inputs["ref_per_token_logps"]
+        old, sampling = self._behaviour_logps(inputs, per_token_logps.detach())
+        anchor = inputs["ref_per_token_logps"] if self.args.anchor_policy == "reference" else old
         advantages = inputs["advantages"]
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         losses = PolicyLossInputs(per_token_logps, anchor, advantages, mask)
         output = self.policy_loss(losses)
-        per_token_loss = output.per_token_loss
-
-        kept = mask
-        if self.args.off_policy_mask_threshold is not None:
-            sampled = PolicyLossInputs(per_token_logps, sampling_per_token_logps, advantages, mask)
-            low_kl = self.get_off_policy_mask(
-                sampled.advantages,
-                sampled.per_token_logps,
-                sampled.old_per_token_logps,
-                mask,
-                self.args.off_policy_mask_threshold,
-            )
-            per_token_loss = torch.where(low_kl.bool(), per_token_loss, 0.0)
-        if self.top_entropy_quantile < 1.0:
-            kept = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
-            per_token_loss = torch.where(kept, per_token_loss, 0.0)
+        per_token_loss, kept = self._filtered(
+            output.per_token_loss, PolicyLossInputs(per_token_logps, sampling, advantages, mask), entropies
+        )
         if "importance_sampling_ratio" in inputs:
             weights = inputs["importance_sampling_ratio"]
             per_token_loss = apply_correction_weights(self.policy_loss, per_token_loss, weights, losses.mask)
@@ -302,7 +277,7 @@ class DROTrainer(GRPOTrainer):
         loss = policy_loss = self._aggregate(per_token_loss, mask, inputs)
         accumulator = self._accumulators[self._mode]
         if self.beta != 0.0:
-            against_old = PolicyLossInputs(per_token_logps, old_per_token_logps, advantages, mask)
+            against_old = PolicyLossInputs(per_token_logps, old, advantages, mask)
             per_token_kl = self._reference_kl(against_old, inputs["ref_per_token_logps"])
             loss = loss + self.beta * self._aggregate(per_token_kl, mask, inputs)
             accumulator.add_mean("kl", per_token_kl, losses.mask)
@@ -330,6 +305,36 @@ class DROTrainer(GRPOTrainer):
             compute_aux_loss=self.aux_loss_enabled,
             **{name: inputs.get(name) for name in _MODEL_INPUTS},
         )
+
+    def _behaviour_logps(self, inputs: dict[str, Any], current: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs (B, T) of the policy that generated: as the trainer scored them, and as the engine reported them.
+
+        Where one of the two is not there the other stands in for it; where neither is, the policy has not moved since.
+        """
+        old = inputs.get("old_per_token_logps", current)
+        sampling = inputs.get("sampling_per_token_logps", old)
+        # Tokens that the engine could not score count as unchanged, as in TRL.
+        sampling = torch.where(sampling.isnan(), old, sampling)
+        return (sampling if self.args.anchor_policy == "sampling" else old), sampling
+
+    def _filtered(
+        self, per_token_loss: Tensor, against_sampling: PolicyLossInputs, entropies: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The loss without what TRL's masks take out, and the tokens kept by the entropy mask, both (B, T)."""
+        kept = against_sampling.mask
+        if self.args.off_policy_mask_threshold is not None:
+            low_kl = self.get_off_policy_mask(
+                against_sampling.advantages,
+                against_sampling.per_token_logps,
+                against_sampling.old_per_token_logps,
+                kept,
+                self.args.off_policy_mask_threshold,
+            )
+            per_token_loss = torch.where(low_kl.bool(), per_token_loss, 0.0)
+        if self.top_entropy_quantile < 1.0:
+            kept = self.get_high_entropy_mask(entropies, kept, 1 - self.top_entropy_quantile)
+            per_token_loss = torch.where(kept, per_token_loss, 0.0)
+        return per_token_loss, kept
 
     def _aggregate(self, per_token_loss: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
         if "window_num_tokens" in inputs:
