@@ -31,6 +31,8 @@ BAD = [
     ({"policy_loss": "no_such_module.Loss", "dro_beta": None}, "no_such_module.Loss", ["import"]),
     ({"policy_loss_kwargs": "beta=0.5"}, "policy_loss_kwargs", ["'beta=0.5'", "dict"]),
     ({"policy_loss_kwargs": [0.5]}, "policy_loss_kwargs", ["[0.5]", "dict"]),
+    ({"policy_loss_kwargs": {1: 1}}, "policy_loss_kwargs", ["1 is no name", '{"beta": 0.5}']),
+    ({"dro_beta": 10**400}, "dro_beta=1000", ["finite", "dro_beta=0.5"]),
     ({"policy_loss_kwargs": {"betta": 1.0}}, "betta", ["beta", "level"]),
     ({"policy_loss_kwargs": {"beta": 1.0}}, "dro_beta", ["twice", "0.5", "1.0"]),
     ({"policy_loss_kwargs": {"level": "token"}, "dro_level": "sequence"}, "dro_level", ["twice"]),
@@ -276,6 +278,39 @@ def test_a_resolved_config_can_be_built_again_and_replaced(settings, tmp_path):
     assert dataclasses.replace(config, seed=7).seed == 7
 
 
+@pytest.mark.parametrize(
+    ("changes", "geometry"),
+    [
+        ({"steps_per_generation": 4}, (4, 32)),
+        ({"generation_batch_size": 64}, (8, 64)),
+        ({"per_device_train_batch_size": 4}, (1, 4)),
+        ({"gradient_accumulation_steps": 4}, (4, 32)),
+    ],
+)
+def test_a_replaced_batch_size_takes_what_was_derived_from_it_along(changes, geometry):
+    settings = {**CPU, "dro_beta": 0.5, "num_iterations": 3, "num_generations": 4}
+    replaced = dataclasses.replace(DROConfig(**settings), **changes)
+    assert (replaced.steps_per_generation, replaced.generation_batch_size) == geometry
+    assert replaced.to_dict() == DROConfig(**settings, **changes).to_dict()
+
+
+def test_batch_geometry_counts_the_processes_of_the_launcher(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"generation_batch_size=24 .* 8 \* 2 = 16.*generation_batch_size=16"):
+        DROConfig(**CPU, dro_beta=0.5, num_iterations=2, generation_batch_size=24)
+
+
+def test_numbers_of_numpy_become_pythons():
+    import numpy
+
+    config = DROConfig(
+        **CPU, dro_beta=numpy.float32(0.5), num_iterations=numpy.int64(2), reward_weights=["1e-1", numpy.float64(2)]
+    )
+    assert (type(config.dro_beta), type(config.num_iterations)) == (float, int)
+    assert config.reward_weights == [0.1, 2.0]
+    assert json.loads(config.to_json_string())["dro_beta"] == 0.5
+
+
 def test_the_objective_is_built_from_either_way_of_giving_its_parameters():
     by_field = DROConfig(**CPU, num_iterations=2, dro_beta=0.5, dro_level="sequence")
     by_kwargs = DROConfig(**CPU, num_iterations=2, policy_loss_kwargs='{"beta": 0.5, "level": "sequence"}')
@@ -393,6 +428,14 @@ def test_without_a_beta_the_source_keeps_its_objective(source, objective, kwargs
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 2.0}, "delta=2.0 is refused"),
         ({"loss_type": "grpo", "delta": 1.1}, "delta=1.1 is refused.*inside the first"),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1},
+            "use_bias_correction_kl=True is refused.*use_bias_correction_kl=False",
+        ),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.2},
+            "top_entropy_quantile=0.2 is refused",
+        ),
     ],
 )
 def test_a_source_without_an_equivalent_is_refused_with_the_reason(source, message):
@@ -439,6 +482,49 @@ def test_overrides_win_and_derived_batch_geometry_follows_them():
     assert (other.policy_loss, other.policy_loss_kwargs) == ("reinforce", None)
     sampled = DROConfig.from_grpo_config(source, dro_beta=0.5, anchor_policy="sampling")
     assert sampled.vllm_importance_sampling_correction is False
+
+
+def test_a_derived_geometry_is_kept_when_it_was_the_sources_wish():
+    source = GRPOConfig(
+        **CPU,
+        activation_checkpointing=False,
+        scale_rewards="none",
+        gradient_accumulation_steps=2,
+        steps_per_generation=8,
+    )
+    config = DROConfig.from_grpo_config(source, dro_beta=0.5, per_device_train_batch_size=4)
+    assert (config.steps_per_generation, config.generation_batch_size) == (8, 32)
+
+
+def test_another_objective_keeps_the_aggregation_and_says_what_it_drops():
+    source = GRPOConfig(
+        **CPU, activation_checkpointing=False, loss_type="grpo", epsilon=0.3, delta=4.0, num_iterations=2
+    )
+    with pytest.warns(
+        UserWarning, match=r"policy_loss='reinforce' replaces.*loss_type='grpo', epsilon=0.3, delta=4.0"
+    ):
+        config = DROConfig.from_grpo_config(source, policy_loss="reinforce")
+    assert config.loss_agg_mode == "seq-mean-token-mean"
+    with pytest.warns(UserWarning, match="loss_agg_mode='token-mean'"):
+        config = DROConfig.from_grpo_config(source, policy_loss="reinforce", loss_agg_mode="token-mean")
+    assert config.loss_agg_mode == "token-mean"
+
+
+def test_parameters_given_to_the_translation_are_laid_over_the_sources():
+    source = GRPOConfig(**CPU, activation_checkpointing=False, epsilon=0.3)
+    config = DROConfig.from_grpo_config(source, policy_loss_kwargs={"dual_clip": 2.0})
+    assert config.policy_loss_kwargs == {"epsilon_low": 0.3, "epsilon_high": 0.3, "dual_clip": 2.0}
+
+
+def test_means_over_sequences_say_that_masked_rows_count_otherwise():
+    source = GRPOConfig(**CPU, activation_checkpointing=False, loss_type="grpo", mask_truncated_completions=True)
+    with pytest.warns(UserWarning, match="TRL divides by the masked ones too"):
+        DROConfig.from_grpo_config(source)
+
+
+def test_an_unknown_field_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"no field 'learning_rat'\. Nearest: 'learning_rate'"):
+        DROConfig.from_grpo_config(GRPOConfig(**CPU, activation_checkpointing=False), learning_rat=1e-5)
 
 
 def test_what_is_not_a_grpo_config_is_refused():

@@ -93,6 +93,16 @@ def test_quantiles_of_a_constant_are_that_constant(value):
     assert [logs["l_p01"], logs["l_p50"], logs["l_p99"]] == [pytest.approx(value)] * 3
 
 
+def test_quantiles_beyond_the_grid_lie_between_its_end_and_the_largest_value():
+    metrics = MetricAccumulator()
+    values = torch.cat([torch.zeros(90), torch.full((10,), -5000.0)]).unsqueeze(0)
+    metrics.add_quantiles("l", values, torch.ones(1, 100, dtype=torch.bool))
+    metrics.close_window(alone)
+    logs = metrics.flush()
+    assert -5000.0 <= logs["l_p01"] <= -4000.0
+    assert logs["l_p50"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_log_ratio_metrics_at_token_level_match_hand_computed_numbers():
     log_ratio = torch.tensor([[0.5, -1.0], [2.0, 99.0]])
     mask = torch.tensor([[1, 1], [1, 0]])

@@ -277,6 +277,74 @@ def test_other_configurations_are_refused_with_the_line_to_write(tmp_path):
             DROTrainer(model="no/such-model", reward_funcs=length_reward, args=args, train_dataset=prompts())
 
 
+def test_a_rollout_without_log_probs_is_refused_where_they_are_the_anchor(make_config, quiet_rollouts):
+    def silent_engine(prompts, trainer):
+        return {**scripted_rollout(prompts, trainer), "logprobs": None}
+
+    trainer = make_trainer(make_config(anchor_policy="sampling"), rollout_func=silent_engine)
+    with pytest.raises(ValueError, match="anchor_policy='sampling' is refused: the rollout came without log-probs"):
+        trainer.train()
+
+
+def test_a_reference_is_refused_for_a_model_that_has_no_place_to_be_loaded_from(make_config):
+    for settings, field in (
+        ({"beta": 0.1}, "beta=0.1"),
+        ({"anchor_policy": "reference"}, "anchor_policy='reference'"),
+    ):
+        with pytest.raises(ValueError, match=f"{field} is refused.*save_pretrained"):
+            make_trainer(make_config(**settings))
+
+
+def test_syncing_a_reference_that_an_adapter_does_not_have_is_refused(make_config):
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"sync_ref_model=True is refused.*sync_ref_model=False"):
+        make_trainer(make_config(anchor_policy="reference", sync_ref_model=True), peft_config=adapter)
+
+
+def test_training_again_starts_with_rollouts_of_its_own(make_config):
+    trainer = make_trainer(make_config(max_steps=3))
+    trainer.train()
+    trainer.train()
+    again = trainer.state.log_history[0]
+    assert again["dro/anchor_staleness"] == 0.0
+    assert "reward" in again
+
+
+@pytest.mark.filterwarnings("ignore:The stream ended:UserWarning")
+def test_a_stream_that_ends_inside_a_window_leaks_no_gradient_into_the_next(make_config, quiet_rollouts):
+    """3 generated batches of one micro-step in windows of two: the third has no optimizer step to belong to."""
+    with pytest.warns(UserWarning, match="penalty does nothing"):
+        config = make_config(
+            per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=1, num_iterations=1
+        )
+    trainer = make_trainer(
+        config, rollout_func=scripted_rollout, train_dataset=prompts(3).to_iterable_dataset(), model=tiny_model()
+    )
+    seen = record_inputs(trainer)
+    trainer.train()
+    assert [inputs["window_num_sequences"].item() for inputs in seen] == [8] * 8
+
+
+def test_a_loss_can_be_computed_by_hand_before_training(make_config):
+    trainer = make_trainer(make_config())
+    trainer.model.train()
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    bare = {name: value for name, value in inputs.items() if not name.startswith("window_")}
+    loss = trainer.compute_loss(trainer.model, bare)
+    assert loss.item() == pytest.approx(trainer.compute_loss(trainer.model, inputs).item(), rel=1e-6)
+
+
+def test_an_objective_that_returns_something_else_is_told_what_to_return(make_config, monkeypatch, tmp_path):
+    (tmp_path / "bare_objective.py").write_text(
+        "class Bare:\n    def __call__(self, inputs):\n        return -inputs.advantages * inputs.ratio\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trainer = make_trainer(make_config(policy_loss="bare_objective.Bare", dro_beta=None))
+    with pytest.raises(TypeError, match=r"returned a Tensor, it must return PolicyLossOutput"):
+        trainer.train()
+
+
 def test_evaluation_reports_under_its_own_prefix_and_scores_no_old_policy(make_config):
     trainer = make_trainer(make_config(num_generations_eval=1, per_device_eval_batch_size=8), eval_dataset=prompts(8))
     passes, score = [], trainer._get_per_token_logps_and_entropies
@@ -410,8 +478,8 @@ def test_the_bias_corrected_kl_uses_the_engines_log_probs_when_they_are_the_anch
         config = make_config(anchor_policy="sampling", beta=1.0, use_bias_correction_kl=corrected)
         trainer = make_trainer(config, model=saved_model(), rollout_func=scripted_rollout)
         seen, loss = [], trainer._reference_kl
-        trainer._reference_kl = lambda against_old, ref, loss=loss, seen=seen: seen.append(against_old) or loss(
-            against_old, ref
+        trainer._reference_kl = lambda against_old, ref, loss=loss, seen=seen: (
+            seen.append(against_old) or loss(against_old, ref)
         )
         trainer.train()
         assert all(inputs.log_ratio[inputs.mask].abs().min() > 0 for inputs in seen)

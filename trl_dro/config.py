@@ -16,11 +16,13 @@ from .config_rules import (
     NEEDS,
     REPLACED,
     SAMPLING_FIELDS,
+    DerivedInt,
     check_choices,
     check_dro_beta,
     check_numbers,
     check_reward_weights,
     field_defaults,
+    number_from_text,
     refusal,
 )
 from .policy_loss import PolicyLoss, canonical_name, get_policy_loss
@@ -124,6 +126,7 @@ class DROConfig(GRPOConfig):
         self._parse_json_fields()
         self._refuse_replaced_knobs()
         check_dro_beta(self.dro_beta)
+        self.dro_beta = None if self.dro_beta is None else float(self.dro_beta)
         check_numbers(self)
         check_choices(self)
         check_reward_weights(self.reward_weights)
@@ -141,7 +144,10 @@ class DROConfig(GRPOConfig):
             self.activation_checkpointing = self.gradient_checkpointing
         if self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        derived = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(self, name) is None]
         super().__post_init__()
+        for name in derived:
+            setattr(self, name, DerivedInt(getattr(self, name)))
         self._warn()
 
     @classmethod
@@ -168,7 +174,7 @@ class DROConfig(GRPOConfig):
 
     def build_policy_loss(self) -> PolicyLoss:
         """The configured objective. Raises `ValueError` for an unknown name and for missing or bad parameters."""
-        params = dict(_as_dict(self.policy_loss_kwargs))
+        params = {name: number_from_text(value) for name, value in _as_dict(self.policy_loss_kwargs).items()}
         if self.is_dro:
             for name, value, given in (
                 ("beta", self.dro_beta, self.dro_beta is not None),
@@ -221,6 +227,14 @@ class DROConfig(GRPOConfig):
                     name
                 ]
                 raise refusal(name, value, "it must be a dict, JSON of one, or None", f"{name}={example}")
+        for key in _as_dict(self.policy_loss_kwargs):
+            if not isinstance(key, str):
+                allowed = f"{key!r} is no name of a parameter"
+                raise refusal(
+                    "policy_loss_kwargs", self.policy_loss_kwargs, allowed, 'policy_loss_kwargs={"beta": 0.5}'
+                )
+        if isinstance(self.reward_weights, (list, tuple)):
+            self.reward_weights = [number_from_text(weight) for weight in self.reward_weights]
 
     def _refuse_replaced_knobs(self) -> None:
         defaults = field_defaults(GRPOConfig)
@@ -335,9 +349,12 @@ class DROConfig(GRPOConfig):
     def _resolve_batch_geometry(self) -> None:
         """Check what TRL checks later with terser messages, and let a resolved config be built again."""
         # Before `TrainingArguments.__post_init__` the process group is not up: launchers announce its size here.
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = int(os.environ.get("WORLD_SIZE") or 1)
         micro_step = self.per_device_train_batch_size * world_size
         num_generations = cast(int, self.num_generations)
+        for name in ("steps_per_generation", "generation_batch_size"):
+            if isinstance(getattr(self, name), DerivedInt):
+                setattr(self, name, None)
         if self.generation_batch_size is not None:
             size = self.generation_batch_size
             if size % micro_step:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from .aggregation import LOSS_AGG_MODES
@@ -20,11 +20,18 @@ def refusal(field: str, value: Any, allowed: str, instead: str) -> ValueError:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int beyond any float
+        return False
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+class DerivedInt(int):
+    """A batch size that was computed, not given: `dataclasses.replace` computes it anew for the copy."""
 
 
 class Number:
@@ -213,10 +220,21 @@ def check_dro_beta(value: Any) -> None:
 
 
 def check_numbers(config: Any) -> None:
+    """Refuse numbers out of their range; numbers of other libraries (numpy's) become Python's."""
     for name, rule in NUMBERS.items():
         value = getattr(config, name)
         if not rule.accepts(value):
             raise refusal(name, value, f"it must be {rule.allowed}", f"{name}={rule.example}")
+        if value is not None and not isinstance(value, (int, float)):
+            setattr(config, name, int(value) if rule.whole else float(value))
+
+
+def number_from_text(value: Any) -> Any:
+    """The number that a text spells (YAML reads `1e-1` as text), or the value as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def check_choices(config: Any) -> None:

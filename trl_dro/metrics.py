@@ -1,6 +1,7 @@
 """Training metrics, kept on the device: one collective for each window, one host sync for each log."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ _GRID = torch.logspace(-6, 3, 1024, dtype=torch.float64)
 _GRID = torch.cat([-_GRID.flip(0), torch.zeros(1, dtype=torch.float64), _GRID]).to(torch.float32)
 
 _QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+
+
+@cache
+def _grid_on(device: torch.device) -> Tensor:
+    return _GRID.to(device)
 
 
 class MetricAccumulator:
@@ -53,7 +59,7 @@ class MetricAccumulator:
         """Add to the distribution of `name`, logged as `<name>_p01`, `_p50`, `_p99`, within 1 % of the value."""
         # Masked values sort behind every grid point, so they are never counted.
         ordered = torch.where(mask, values, float("inf")).flatten().to(torch.float32).sort().values
-        grid = _GRID.to(values.device)
+        grid = _grid_on(values.device)
         self._add(f"cdf:{name}", torch.searchsorted(ordered, grid, right=True))
         self.add_extreme(f"{name}_min", values, mask, largest=False)
         self.add_extreme(f"{name}_max", values, mask, largest=True)
@@ -139,15 +145,13 @@ def _log_values(state: dict[str, list[float]]) -> dict[str, float]:
 
 def _quantile(cdf: list[float], rank: float, low: float, high: float) -> float:
     """The value below which `rank` of the counted values lie, interpolated between grid points."""
-    grid = _GRID.tolist()
-    upper = next((index for index, count in enumerate(cdf) if count >= rank), None)
-    if upper is None:
-        return high
-    if upper == 0:
-        return max(low, min(grid[0], high))
-    step = cdf[upper] - cdf[upper - 1]
-    share = (rank - cdf[upper - 1]) / step if step > 0 else 1.0
-    value = grid[upper - 1] + share * (grid[upper] - grid[upper - 1])
+    # The smallest and the largest value close the two open ends.
+    edges = [min(low, _GRID[0].item()), *_GRID.tolist(), max(high, _GRID[-1].item())]
+    counts = [0.0, *cdf, max(rank, cdf[-1])]
+    upper = next(index for index, count in enumerate(counts) if count >= rank and index > 0)
+    step = counts[upper] - counts[upper - 1]
+    share = (rank - counts[upper - 1]) / step if step > 0 else 1.0
+    value = edges[upper - 1] + share * (edges[upper] - edges[upper - 1])
     return max(low, min(value, high))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from .config_rules import LOSS_TYPES, REPLACED, field_defaults, refusal
+from .policy_loss import nearest_first
 
 
 # loss_type -> loss_agg_mode of the same normalisation
@@ -28,45 +29,68 @@ def grpo_fields(target: type, cfg: GRPOConfig, *, dro_beta: float | None, **over
     if isinstance(cfg, DROConfig):
         raise ValueError("cfg is a DROConfig already. Write `dataclasses.replace(cfg, ...)` to change fields of it.")
     if not isinstance(cfg, GRPOConfig):
-        raise ValueError(f"cfg={cfg!r} is refused: it must be a trl.GRPOConfig. Write `DROConfig(...)` instead.")
+        raise ValueError(
+            f"cfg is a {type(cfg).__name__}: it must be a trl.GRPOConfig. Write `DROConfig(...)` instead."
+        )
+    names = [f.name for f in dataclasses.fields(target) if f.init]
     fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.init}
-    unknown = sorted(fields.keys() - {f.name for f in dataclasses.fields(target)})
+    unknown = sorted(fields.keys() - set(names))
     if unknown:
         raise ValueError(
-            f"{type(cfg).__name__} has fields that DROConfig lacks: {', '.join(unknown)}. Write a subclass of "
+            f"{type(cfg).__name__} has fields that {target.__name__} lacks: {', '.join(unknown)}. Write a subclass of "
             "DROConfig with these fields and call its from_grpo_config."
         )
+    for name in overrides:
+        if name not in names:
+            raise ValueError(f"{target.__name__} has no field {name!r}. Nearest: {nearest_first(name, names)[0]!r}.")
+
+    if dro_beta is not None:
+        fields["dro_beta"] = dro_beta
+    replaced = dro_beta is not None or "policy_loss" in overrides
+    if replaced:
+        fields["loss_agg_mode"] = _AGGREGATION.get(cfg.loss_type, "token-mean")
+    else:
+        fields.update(_equivalent_objective(cfg))
+        if isinstance(overrides.get("policy_loss_kwargs"), dict):
+            overrides["policy_loss_kwargs"] = {**fields["policy_loss_kwargs"], **overrides["policy_loss_kwargs"]}
+    _warn_of_changes(cfg, {**fields, **overrides}, replaced)
+
+    defaults = field_defaults(GRPOConfig)
+    fields.update({name: defaults[name] for name in REPLACED})
     if overrides.get("anchor_policy") == "sampling":
         # In the source this is TRL's default rather than a wish.
         fields["vllm_importance_sampling_correction"] = None
-    defaults = field_defaults(GRPOConfig)
-    if dro_beta is None:
-        if "policy_loss" not in overrides:
-            fields.update(_equivalent_objective(cfg))
-    else:
-        fields["dro_beta"] = dro_beta
-        fields["loss_agg_mode"] = _AGGREGATION.get(cfg.loss_type, "token-mean")
-        dropped = [f"{name}={fields[name]!r}" for name in REPLACED if fields[name] != defaults[name]]
-        if dropped:
-            warnings.warn(
-                f"DRO replaces these options of the source, which are dropped: {', '.join(dropped)}. The aggregation "
-                f"of loss_type={cfg.loss_type!r} is kept: loss_agg_mode={fields['loss_agg_mode']!r}.",
-                stacklevel=3,
-            )
-        if fields["scale_rewards"] != "none" and "scale_rewards" not in overrides:
-            where = " from prompt to prompt" if fields["scale_rewards"] == "group" else ""
-            warnings.warn(
-                f"scale_rewards={fields['scale_rewards']!r} is kept from the source. Dividing rewards by their "
-                f"standard deviation changes what dro_beta means{where}. Write `scale_rewards='none'` for DRO's "
-                "default.",
-                stacklevel=3,
-            )
-    fields.update({name: defaults[name] for name in REPLACED})
     # A batch geometry that TRL derived is derived again, so that it follows what is overridden.
     fields["generation_batch_size"] = None
     if cfg.steps_per_generation == cfg.gradient_accumulation_steps or "generation_batch_size" in overrides:
         fields["steps_per_generation"] = None
     return {**fields, **overrides}
+
+
+def _warn_of_changes(cfg: GRPOConfig, result: dict[str, Any], replaced: bool) -> None:
+    """One warning for what is dropped, one for reward scaling, one for a normaliser that counts otherwise."""
+    defaults = field_defaults(GRPOConfig)
+    objective, mode = result.get("policy_loss", "dro"), result["loss_agg_mode"]
+    dropped = [f"{name}={getattr(cfg, name)!r}" for name in REPLACED if getattr(cfg, name) != defaults[name]]
+    if replaced and dropped:
+        warnings.warn(
+            f"policy_loss={objective!r} replaces these options of the source, which are dropped: "
+            f"{', '.join(dropped)}. The result aggregates with loss_agg_mode={mode!r}.",
+            stacklevel=4,
+        )
+    if objective == "dro" and result["scale_rewards"] == cfg.scale_rewards != "none":
+        where = " from prompt to prompt" if cfg.scale_rewards == "group" else ""
+        warnings.warn(
+            f"scale_rewards={cfg.scale_rewards!r} is kept from the source. Dividing rewards by their standard "
+            f"deviation changes what dro_beta means{where}. Write `scale_rewards='none'` for DRO's default.",
+            stacklevel=4,
+        )
+    if not replaced and result["mask_truncated_completions"] and mode.startswith("seq-mean"):
+        warnings.warn(
+            f"mask_truncated_completions=True with loss_type={cfg.loss_type!r}: the mean is over the completions that "
+            "are trained, where TRL divides by the masked ones too. Scale learning_rate if that matters.",
+            stacklevel=4,
+        )
 
 
 def _equivalent_objective(cfg: GRPOConfig) -> dict[str, Any]:
@@ -100,6 +124,12 @@ def _equivalent_objective(cfg: GRPOConfig) -> dict[str, Any]:
         return {**result, "policy_loss": loss_type, "policy_loss_kwargs": kwargs}
     kwargs = {"epsilon_low": low, "epsilon_high": high}
     if at_sequence:
+        if cfg.beta != 0.0 and cfg.use_bias_correction_kl:
+            allowed = "TRL weighs the KL by the ratio of the whole sequence there, here it is each token's own"
+            raise refusal("use_bias_correction_kl", True, allowed, "use_bias_correction_kl=False")
+        if cfg.top_entropy_quantile < 1.0:
+            allowed = "TRL's sequence ratio sends gradient to every token, here only to the tokens that are kept"
+            raise refusal("top_entropy_quantile", cfg.top_entropy_quantile, allowed, "top_entropy_quantile=1.0")
         if cfg.delta is not None:
             raise refusal("delta", cfg.delta, "gspo has no second clip, it must be None", "delta=None")
         return {**result, "policy_loss": "gspo", "policy_loss_kwargs": kwargs}

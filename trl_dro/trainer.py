@@ -3,11 +3,13 @@
 import dataclasses
 import inspect
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
@@ -37,6 +39,7 @@ PRIVATE_NAMES = {
     "GRPOTrainer._step": "read: micro-steps so far",
     "GRPOTrainer._buffered_inputs": "read and reset: the micro-batches of one generated batch",
     "GRPOTrainer._metrics": "written: metrics that `log` averages and reports",
+    "GRPOTrainer._logs": "read: the latest prompts and completions",
     "GRPOTrainer._entropy_bonus_enabled": "read: whether the entropy bonus is active",
     "GRPOTrainer._last_world_entropy": "read and set: entropy of the last window, checkpointed by TRL",
     "GRPOTrainer._name": "set: the method's name in model cards",
@@ -144,6 +147,7 @@ class DROTrainer(GRPOTrainer):
                 "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
             )
             raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
+        _check_reference(model, args, peft_config)
         self.policy_loss = args.build_policy_loss()
         # TRL builds, places and syncs a reference model only for a KL coefficient.
         with _temporarily(args, beta=args.beta or float(args.needs_reference)):
@@ -174,11 +178,27 @@ class DROTrainer(GRPOTrainer):
 
     # Windows
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; rollouts left over from an earlier call are dropped."""
+        self._blocks, self._window_batches, self._buffered_inputs = {}, [], None
+        self._step += -self._step % self.args.batch_plan().micro_steps_per_generation
+        self._accumulators["train"] = MetricAccumulator()
+        return super().train(*args, **kwargs)
+
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
         """Note the prompts of the coming window: one that spans several generated batches makes them all at once."""
         batch_samples, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if 0 < len(batch_samples) < num_batches:
+            # Only a stream of unknown length ends like this. No optimizer step would follow, and the gradients would
+            # leak into the next window.
+            warnings.warn(
+                f"The stream ended {num_batches - len(batch_samples)} micro-batches short of an optimizer step: the "
+                f"last {len(batch_samples)} are dropped.",
+                stacklevel=2,
+            )
+            batch_samples = []
         self._window_start = self._step
         self._window_batches = batch_samples
         return batch_samples, num_items_in_batch
@@ -189,7 +209,10 @@ class DROTrainer(GRPOTrainer):
             num_tokens, num_sequences = self._count([inputs])[0]
             return _in_window(inputs, num_tokens, num_sequences, self.state.global_step)
         if not 0 <= self._step - self._window_start < len(self._window_batches):
-            # Called outside `train`: this micro-step is a window of its own.
+            # Called outside `train`: this micro-step is a window of its own, and starts its block anew as in TRL.
+            block, slot = self._locate(self._step)
+            if slot == 0:
+                self._blocks.pop(block, None)
             self._window_start, self._window_batches = self._step, [generation_batch]
         if self._step == self._window_start:
             for offset, prompts in enumerate(self._window_batches):
@@ -232,7 +255,11 @@ class DROTrainer(GRPOTrainer):
             # Nothing reads the old log-probs: make TRL see the aligned geometry, in which it does not score them.
             scored["gradient_accumulation_steps"] = self.args.batch_plan().micro_steps_per_generation
         with _temporarily(self.args, **scored), _temporarily(self, beta=self.beta or float(self.args.needs_reference)):
-            return super()._generate_and_score_completions(inputs)
+            output = super()._generate_and_score_completions(inputs)
+        if self.args.anchor_policy == "sampling" and "sampling_per_token_logps" not in output:
+            allowed = "the rollout came without log-probs ('logprobs' is None)"
+            raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
+        return output
 
     # Loss
 
@@ -267,6 +294,11 @@ class DROTrainer(GRPOTrainer):
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         losses = PolicyLossInputs(per_token_logps, anchor, advantages, mask)
         output = self.policy_loss(losses)
+        if not isinstance(output, PolicyLossOutput):
+            raise TypeError(
+                f"policy_loss={self.args.policy_loss!r} returned a {type(output).__name__}, it must return "
+                "PolicyLossOutput(per_token_loss, metrics)."
+            )
         per_token_loss, kept = self._filtered(
             output.per_token_loss, PolicyLossInputs(per_token_logps, sampling, advantages, mask), entropies
         )
@@ -314,7 +346,7 @@ class DROTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps", current)
         sampling = inputs.get("sampling_per_token_logps", old)
         # Tokens that the engine could not score count as unchanged, as in TRL.
-        sampling = torch.where(sampling.isnan(), old, sampling)
+        sampling = torch.where(sampling.isfinite(), sampling, old)
         return (sampling if self.args.anchor_policy == "sampling" else old), sampling
 
     def _filtered(
@@ -362,8 +394,9 @@ class DROTrainer(GRPOTrainer):
 
     def _per_micro_batch_terms(self, entropies: Tensor, kept: Tensor, aux_loss: Tensor | None) -> Tensor | float:
         """Entropy bonus and router loss: means over the micro-batch, averaged over the window, as in TRL."""
-        share = 1.0 / self.current_gradient_accumulation_steps if self._mode == "train" else 1.0
         accumulator = self._accumulators[self._mode]
+        # Set by the training loop; a call outside of it is a window of its own.
+        share = 1.0 / getattr(self, "current_gradient_accumulation_steps", 1) if self._mode == "train" else 1.0
         terms: Tensor | float = 0.0
         if self._entropy_bonus_enabled:
             terms = terms - self._entropy_coefficient() * masked_mean(entropies, kept) * share
@@ -420,11 +453,31 @@ class DROTrainer(GRPOTrainer):
             self._close_window()
         return loss
 
+    def last_completions(self) -> list[tuple[Any, Any]]:
+        """Prompts and completions (strings or lists of messages) of the latest generation, oldest first.
+
+        At most `generation_batch_size` rows, over all ranks.
+        """
+        return list(zip(self._logs["prompt"], self._logs["completion"], strict=True))
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
         for name, value in self._accumulators[mode].flush().items():
             self._metrics[mode][name].append(value)
         super().log(logs, start_time)
+
+
+def _check_reference(model: Any, args: DROConfig, peft_config: Any) -> None:
+    """Refuse what TRL refuses after loading everything, or with an error from inside the Hub client."""
+    adapter = peft_config is not None or is_peft_model(model)
+    if args.sync_ref_model and adapter:
+        allowed = "with an adapter the reference is the frozen base model, there is no copy to sync"
+        raise refusal("sync_ref_model", True, allowed, "sync_ref_model=False")
+    if args.needs_reference and not adapter and not isinstance(model, str) and not model.config.name_or_path:
+        name, value = ("beta", args.beta) if args.beta else ("anchor_policy", args.anchor_policy)
+        allowed = "the reference model is loaded from where the policy came from, and this model was built in memory"
+        instead = "model.save_pretrained(path); DROTrainer(model=path, ...)"
+        raise refusal(name, value, allowed, instead)
 
 
 def _trained_mask(inputs: dict[str, Any]) -> Tensor:

@@ -1,0 +1,242 @@
+"""`DROTrainer` against `GRPOTrainer`: the same rollouts give the same weights, option by option.
+
+Both trainers sample from the same seeds, so their rollouts are equal as long as their weights are. Geometry in which
+the two are defined alike: whole windows, no fully masked row for the means over sequences.
+"""
+
+import warnings
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_dro import DROConfig, DROTrainer
+
+from .tiny import CHARACTERS, length_reward, prompts, tiny_model, tiny_tokenizer
+
+
+GEOMETRY = {
+    "use_cpu": True,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": 4,
+    "learning_rate": 1.0,
+    "optim": "sgd",
+    "num_iterations": 2,
+    "model_init_kwargs": {"dtype": torch.float64},
+}
+
+LOSSES = {
+    "dapo": {"loss_type": "dapo"},
+    "dapo, both clips": {"loss_type": "dapo", "epsilon": 0.02, "delta": 1.3},
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.05},
+    "sapo": {"loss_type": "sapo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.01},
+}
+OPTIONS = {
+    "plain": {},
+    "on-policy": {"num_iterations": 1},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "kl": {"beta": 0.3, "use_bias_correction_kl": False},
+    "bias-corrected kl": {"beta": 0.3},
+    "top entropy": {"top_entropy_quantile": 0.5},
+    "entropy bonus": {"entropy_coef": 0.1},
+    "entropy bonus, accumulated": {"entropy_coef": 0.1, "gradient_accumulation_steps": 2},
+    "adaptive entropy below target": {"use_adaptive_entropy": True, "entropy_target": 10.0, "entropy_coef": 0.05},
+    "adaptive entropy above target": {"use_adaptive_entropy": True, "entropy_target": 0.01, "entropy_coef": 0.05},
+    "off-policy mask": {"off_policy_mask_threshold": 0.001},
+    "group scaling off": {"scale_rewards": "none"},
+}
+# Where TRL differentiates through the mean over the sequence, and verl's form, which is ours, does not.
+NOT_AT_SEQUENCE_LEVEL = {"bias-corrected kl", "top entropy"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("policy"))
+    tiny_model().double().save_pretrained(path)
+    return path
+
+
+def train(trainer_class, args, model, **kwargs):
+    trainer = trainer_class(
+        model=model,
+        reward_funcs=length_reward,
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+        **kwargs,
+    )
+    trainer.train()
+    return trainer
+
+
+def both(settings: dict, load, output_dir, **kwargs):
+    """A fresh model for each trainer: TRL patches the model object."""
+    source = GRPOConfig(output_dir=str(output_dir), **{**GEOMETRY, **settings})
+    ours = DROConfig.from_grpo_config(source)
+    return train(GRPOTrainer, source, load(), **kwargs), train(DROTrainer, ours, load(), **kwargs)
+
+
+def largest_difference(first, second) -> float:
+    others = dict(second.named_parameters())
+    return max((p - others[name]).abs().max().item() for name, p in first.named_parameters())
+
+
+CASES = [
+    pytest.param(loss, option, id=f"{loss}: {option}")
+    for loss in LOSSES
+    for option in OPTIONS
+    if not (loss in ("gspo", "luspo") and option in NOT_AT_SEQUENCE_LEVEL)
+]
+# Every loss and every option once in `make test`; the rest of the matrix is slow.
+QUICK = {("dapo", option) for option in OPTIONS} | {(loss, "plain") for loss in LOSSES}
+CASES = [
+    case if tuple(case.values) in QUICK else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("loss", "option"), CASES)
+def test_weights_and_metrics_equal_trls(loss, option, checkpoint, tmp_path):
+    def load():
+        return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+    trl, ours = both({**LOSSES[loss], **OPTIONS[option]}, load, tmp_path)
+    assert largest_difference(load(), trl.model) > 1e-2, "TRL did not train"
+    # Norms and rotary angles are float32 inside, so the order of operations shows at 1e-8.
+    assert largest_difference(trl.model, ours.model) < 1e-7
+    if "accumulated" not in option:
+        shared = {"kl", "entropy", "entropy_coef"} | {name for name in trl.state.log_history[0] if "clip" in name}
+        for theirs, mine in zip(trl.state.log_history[:4], ours.state.log_history[:4], strict=True):
+            for name in shared & theirs.keys():
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_router_loss_of_a_mixture_of_experts_equals_trls(tmp_path):
+    config = Qwen3MoeConfig(
+        vocab_size=len(CHARACTERS) + 4,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        output_router_logits=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    state = Qwen3MoeForCausalLM(config).state_dict()  # float32: grouped matmul knows no float64
+
+    def load():
+        model = Qwen3MoeForCausalLM(config)
+        model.load_state_dict(state)
+        return model
+
+    settings = {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2, "model_init_kwargs": None}
+    trl, ours = both(settings, load, tmp_path)
+    assert largest_difference(trl.model, ours.model) < 1e-5
+    assert ours.state.log_history[0]["aux_loss"] == pytest.approx(trl.state.log_history[0]["aux_loss"], rel=1e-5)
+    unrouted = train(DROTrainer, DROConfig.from_grpo_config(trl.args, router_aux_loss_coef=0.0), load())
+    assert largest_difference(ours.model, unrouted.model) > 1e-4
+
+
+def scripted_rollout(prompts, trainer) -> dict:
+    """Ragged completions, with tool output in every second one, from an engine that is a little off."""
+    generator = torch.Generator().manual_seed(trainer.state.global_step)
+    output = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
+    for index, prompt in enumerate(prompts):
+        length = 3 + index % 5
+        output["prompt_ids"].append(trainer.processing_class(prompt)["input_ids"])
+        output["completion_ids"].append(torch.randint(4, 30, (length,), generator=generator).tolist())
+        output["logprobs"].append((-3.4 + 0.2 * torch.randn(length, generator=generator)).tolist())
+        output["env_mask"].append([1, 0] + [1] * (length - 2) if index % 2 else [1] * length)
+    return output
+
+
+def test_tool_output_is_left_out_as_in_trl(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    def load():
+        return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+    trl, ours = both({}, load, tmp_path, rollout_func=scripted_rollout)
+    assert largest_difference(trl.model, ours.model) < 1e-7
+
+    def unmasked(prompts, trainer):
+        output = scripted_rollout(prompts, trainer)
+        return {**output, "env_mask": [[1] * len(mask) for mask in output["env_mask"]]}
+
+    _, everything = both({}, load, tmp_path, rollout_func=unmasked)
+    assert largest_difference(ours.model, everything.model) > 1e-4
+
+
+def test_correction_weights_multiply_the_policy_term_as_in_trl(checkpoint, tmp_path, monkeypatch):
+    """TRL makes the weights for vLLM only, so both trainers get the same ones laid into their inputs."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    def weighted(trainer_class):
+        class Weighted(trainer_class):
+            def _generate_and_score_completions(self, inputs):
+                output = super()._generate_and_score_completions(inputs)
+                ramp = torch.linspace(0.25, 2.0, output["completion_ids"].size(1), dtype=torch.float64)
+                return {**output, "importance_sampling_ratio": ramp.expand_as(output["completion_ids"]).clone()}
+
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                # What TRL reads beside the weights; nothing is generated here.
+                self.use_vllm = self.vllm_importance_sampling_correction = True
+                try:
+                    return super().compute_loss(model, inputs, *args, **kwargs)
+                finally:
+                    self.use_vllm = False
+
+        return Weighted
+
+    def load():
+        return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+    settings = {"beta": 0.3, "off_policy_mask_threshold": 0.01}
+    source = GRPOConfig(output_dir=str(tmp_path), **{**GEOMETRY, **settings})
+    trl = train(weighted(GRPOTrainer), source, load(), rollout_func=scripted_rollout)
+    config = DROConfig.from_grpo_config(source)
+    ours = train(weighted(DROTrainer), config, load(), rollout_func=scripted_rollout)
+    plain = train(DROTrainer, config, load(), rollout_func=scripted_rollout)
+    assert largest_difference(trl.model, ours.model) < 1e-7
+    assert largest_difference(plain.model, ours.model) > 1e-4
+
+
+def test_a_continued_adapter_has_its_own_copy_as_reference_as_in_trl(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    adapter = peft.get_peft_model(
+        Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64),
+        peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    adapter.double().save_pretrained(tmp_path / "adapter")
+
+    def load():
+        base = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+        return peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).double()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of what TRL does with its adapters
+        trl, ours = both({"beta": 0.3, "use_bias_correction_kl": False}, load, tmp_path)
+    assert largest_difference(trl.model, ours.model) < 1e-7
+    assert ours.state.log_history[1]["kl"] == pytest.approx(trl.state.log_history[1]["kl"], rel=1e-4)
