@@ -295,6 +295,12 @@ def test_a_reference_is_refused_for_a_model_that_has_no_place_to_be_loaded_from(
             make_trainer(make_config(**settings))
 
 
+def test_a_model_given_by_its_path_brings_its_reference_along(make_config, saved_model, tmp_path):
+    trainer = make_trainer(make_config(anchor_policy="reference"), model=str(tmp_path / "model"))
+    trainer.train()
+    assert trainer.state.log_history[1]["dro/kl_k2"] > 0.0
+
+
 def test_syncing_a_reference_that_an_adapter_does_not_have_is_refused(make_config):
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")

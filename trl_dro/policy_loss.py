@@ -299,6 +299,12 @@ def canonical_name(name_or_path: str) -> str:
     return next((_CANONICAL[name] for name, known in _CLASSES.items() if known is cls), name_or_path)
 
 
+def policy_loss_aliases(name: str) -> list[str]:
+    """The other names of a registered objective, sorted."""
+    canonical = canonical_name(name)
+    return sorted(alias for alias, known in _CANONICAL.items() if known == canonical != alias)
+
+
 def policy_loss_parameters(cls: type) -> list[PolicyLossParameter]:
     """The parameters of an objective as (name, type, default or "required")."""
     rows = []

@@ -469,7 +469,7 @@ class DROTrainer(GRPOTrainer):
 
 def _check_reference(model: Any, args: DROConfig, peft_config: Any) -> None:
     """Refuse what TRL refuses after loading everything, or with an error from inside the Hub client."""
-    adapter = peft_config is not None or is_peft_model(model)
+    adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
     if args.sync_ref_model and adapter:
         allowed = "with an adapter the reference is the frozen base model, there is no copy to sync"
         raise refusal("sync_ref_model", True, allowed, "sync_ref_model=False")

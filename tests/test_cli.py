@@ -1,0 +1,294 @@
+"""The `trl-dro` command: exit codes, messages, the plan, and how a launch is put together."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_dro import __version__, cli, list_policy_losses
+from trl_dro import train as train_script
+
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+QUICKSTART = str(ROOT / "recipes" / "quickstart" / "dro" / "config.yaml")
+SMALL = {
+    "model_name_or_path": "tiny-qwen3",
+    "tiny_warmup_steps": 2,
+    "task": "spell_backward",
+    "task_kwargs": {"max_word_len": 4},
+    "tiny_prompt_template": "{metadata[word]}=",
+    "task_train_size": 16,
+    "task_eval_size": 4,
+    "show_completions": 2,
+    "dro_beta": 0.5,
+    "num_iterations": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "per_device_eval_batch_size": 4,
+    "max_completion_length": 4,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a small configuration, with changes, and returns its path."""
+
+    def write(**changes) -> str:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "run"), **SMALL, **changes}))
+        return str(path)
+
+    return write
+
+
+def exit_code(*argv: str) -> int:
+    try:
+        return cli.main(list(argv))
+    except SystemExit as error:
+        return error.code
+
+
+def test_version_and_losses_do_not_load_trl():
+    code = """if True:
+        import sys
+        from trl_dro.cli import main
+        try:
+            main(sys.argv[1:])
+        except SystemExit:
+            pass
+        print("trl" in sys.modules, "torch" in sys.modules)
+    """
+    loaded = {
+        name: subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True).stdout
+        for name in ("--version", "losses")
+    }
+    assert loaded["--version"].splitlines() == [f"trl-dro {__version__}", "False False"]
+    assert loaded["losses"].splitlines()[-1] == "False True"
+
+
+def test_losses_lists_every_objective_with_aliases_parameters_and_summary(capsys):
+    assert exit_code("losses") == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in out.splitlines() if line[:1].strip()}
+    assert set(list_policy_losses()) <= set(rows)
+    assert "vanilla" in rows["ppo_clip"]
+    assert "epsilon_low=0.2" in rows["ppo_clip"]
+    assert "beta (required)" in rows["dro"]
+    assert "quadratic" in rows["dro"]
+
+
+def test_env_names_our_version_and_trls(capsys):
+    assert exit_code("env") == 0
+    out = capsys.readouterr().out
+    assert f"trl-dro version: {__version__}" in out
+    assert "TRL version:" in out
+
+
+def test_check_prints_the_plan(config, capsys):
+    assert exit_code("check", "--config", config()) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "model             tiny-qwen3 (not loaded)",
+        "optimizer step    8 rows = 1 process x 4 per device x 2 accumulation steps",
+        "generation batch  8 rows = 2 prompts x 4 completions (2 micro-steps, used 4x)",
+        "updates           4 optimizer steps on each generation batch",
+        "staleness         at most 3 optimizer steps since the policy that sampled",
+        "penalty           alive",
+        "  0.5    1         2.718",
+        "  2      4         54.6",
+        "The configuration is valid.",
+    ):
+        assert line in out
+    assert "DRO(beta=0.5, level='token')" in out
+    assert "warning" not in out
+
+
+def test_check_shows_a_dead_penalty_and_the_warning_about_it(config, capsys):
+    assert exit_code("check", "--config", config(), "--num_iterations", "1") == 0
+    out = capsys.readouterr().out
+    assert "updates           1 optimizer step on each generation batch" in out
+    assert "staleness         at most 0 optimizer steps" in out
+    assert "penalty           dead" in out
+    assert "warning: DRO's penalty does nothing here" in out
+
+
+def test_check_of_another_objective_has_no_resting_points(config, capsys):
+    assert exit_code("check", "--config", config(dro_beta=None, policy_loss="ppo_clip")) == 0
+    out = capsys.readouterr().out
+    assert "PPOClip(" in out
+    assert "l*" not in out
+
+
+def test_check_knows_that_a_launch_has_several_processes(config, capsys):
+    # With one process these 2 rows could not hold a group of 4 completions.
+    options = [
+        "--per_device_train_batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "1",
+        "--per_device_eval_batch_size",
+        "2",
+    ]
+    assert exit_code("check", "--config", config(), *options) == 1
+    assert "num_generations=4 is refused" in capsys.readouterr().err
+    for launch in (["--num_processes", "2"], ["--accelerate_config", "cpu_ddp"]):
+        assert exit_code("check", "--config", config(), *options, *launch) == 0
+        assert "4 rows = 2 processes x 2 per device" in capsys.readouterr().out
+    assert "WORLD_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_shipped_recipe_is_valid(recipe, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert exit_code("check", "--config", recipe) == 0
+    assert "penalty           alive" in capsys.readouterr().out
+
+
+def test_the_quickstart_takes_a_hub_model_in_one_line(capsys):
+    assert exit_code("check", "--config", QUICKSTART, "--model_name_or_path", "Qwen/Qwen3-0.6B") == 0
+    assert "Qwen/Qwen3-0.6B (not loaded)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        ([], 2, "required: COMMAND"),
+        (["trian"], 2, "invalid choice: 'trian'"),
+        (["losses", "dro"], 2, "unrecognized arguments: dro"),
+        (["check", "--config", QUICKSTART, "stray"], 2, "unexpected argument 'stray'"),
+        (["check", "--learning_rat", "1"], 2, "Did you mean `--learning_rate`?"),
+        (["check", "--num_processe", "2"], 2, "Did you mean `--num_processes`?"),
+        (["check", "--config", QUICKSTART, "--num_processes", "2", "stray"], 2, "unexpected argument 'stray'"),
+        (["check", "--config", QUICKSTART, "--num_processes", "two"], 2, "invalid int value: 'two'"),
+        (["check", "--config", "nothing.yaml"], 1, "cannot read this file"),
+        (["check", "--config", QUICKSTART, "--dro_beta", "-1"], 1, "dro_beta=-1.0 is refused"),
+        (["check", "--config", QUICKSTART, "--task", "spell_back"], 1, "Nearest: spell_backward"),
+        (["check", "--config", QUICKSTART, "--reward_funcs", "reasoning_gym"], 1, "Known: reasoning_gym_"),
+        (["train", "--config", QUICKSTART, "--accelerate_config", "tpu"], 1, "one of the names cpu_ddp, "),
+        (["train", "--config", QUICKSTART, "--num_processes", "2", "--dro_beta", "0"], 1, "dro_beta=0.0 is refused"),
+    ],
+)
+def test_errors_are_one_message_and_an_exit_code(argv, code, message, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_launch", lambda arguments: pytest.fail("launched a bad configuration"))
+    assert exit_code(*argv) == code
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_help_explains_the_command(command, capsys):
+    assert exit_code(command, "--help") == 0
+    assert f"usage: trl-dro {command} --config X.yaml" in capsys.readouterr().out
+
+
+def test_train_without_launcher_options_runs_in_this_process(config, tmp_path, capsys):
+    assert exit_code("train", "--config", config()) == 0
+    out = capsys.readouterr().out
+    assert "step 2/2 |" in out
+    assert "held-out reward:" in out
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "tokenizer.json").is_file()
+
+
+def launched(monkeypatch, *argv: str) -> argparse.Namespace:
+    """The arguments that `accelerate launch` would get."""
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(cli, "_launch", lambda arguments: seen.append(arguments) or 0)
+    monkeypatch.setattr(train_script, "run", lambda *arguments: pytest.fail("trained in this process"))
+    assert exit_code("train", *argv) == 0
+    return seen[0]
+
+
+def test_launcher_options_go_to_accelerate_and_the_others_to_the_script(config, monkeypatch):
+    path = config()
+    arguments = launched(
+        monkeypatch, "--num_processes", "2", "--config", path, "--mixed_precision=no", "--max_steps", "2"
+    )
+    assert arguments.num_processes == 2
+    assert arguments.mixed_precision == "no"
+    assert arguments.module is True
+    assert arguments.training_script == "trl_dro.train"
+    assert arguments.training_script_args == ["--config", path, "--max_steps", "2"]
+
+
+def test_an_accelerate_config_is_found_by_name_and_by_path(config, monkeypatch, tmp_path):
+    path = config()
+    shipped = launched(monkeypatch, "--config", path, "--accelerate_config", "cpu_ddp").config_file
+    assert Path(shipped) == ROOT / "accelerate_configs" / "cpu_ddp.yaml"
+    own = tmp_path / "mine.yaml"
+    own.write_text(Path(shipped).read_text())
+    assert launched(monkeypatch, "--config", path, f"--accelerate_config={own}").config_file == str(own)
+
+
+def test_validating_before_a_launch_leaves_the_environment_alone(config, monkeypatch):
+    before = dict(os.environ)
+    launched(monkeypatch, "--config", config(env={"TRL_DRO_TEST": "1"}), "--num_processes", "2")
+    assert dict(os.environ) == before
+
+
+def test_a_failed_launch_is_exit_code_1_without_a_traceback(config, monkeypatch, capsys):
+    def fail(arguments):
+        raise subprocess.CalledProcessError(1, "python")
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
+    assert exit_code("train", "--config", config(), "--num_processes", "1") == 1
+    assert "a training process failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_accelerate_config_is_read_by_accelerate(path):
+    from accelerate.commands.config import load_config_from_file
+
+    assert load_config_from_file(str(path)).num_processes >= 1
+
+
+RANK_REWARD = """
+import torch.distributed as dist
+
+def leave_a_trace(completions, **kwargs):
+    open(f"rank{dist.get_rank()}of{dist.get_world_size()}", "w").close()
+    return [float(len(completion)) for completion in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [sys.executable, "-m", "trl_dro.cli", "train", "--accelerate_config", "cpu_ddp"],
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "cpu_ddp.yaml", "-m", "trl_dro.train"],
+    ],
+    ids=["trl-dro", "accelerate"],
+)
+def test_two_processes_train_together_and_print_once(launcher, config, tmp_path):
+    (tmp_path / "rank_reward.py").write_text(RANK_REWARD)
+    (tmp_path / "cpu_ddp.yaml").write_text((ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text())
+    path = config(reward_funcs=["rank_reward.leave_a_trace"])
+    done = subprocess.run(
+        [*launcher, "--config", path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(trace.name for trace in tmp_path.glob("rank*of*")) == ["rank0of2", "rank1of2"]
+    for line in ("step 2/2 |", "held-out reward:", "Saved in"):
+        assert done.stdout.count(line) == 1
+    assert (tmp_path / "run" / "model.safetensors").is_file()

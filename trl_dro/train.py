@@ -1,0 +1,351 @@
+"""The training script: `trl-dro train --config X.yaml`, or `accelerate launch -m trl_dro.train --config X.yaml`."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+
+from .config import DROConfig
+from .parsing import DROParser
+from .tasks import TINY_MODELS
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from .trainer import DROTrainer
+
+
+@dataclass
+class DROScriptArguments(ScriptArguments):
+    """
+    Where prompts and rewards come from. Data are a `task` generated here, or a dataset as in TRL's scripts.
+
+    Args:
+        reward_funcs (`list[str]`, *optional*):
+            Reward functions: names of TRL's or of `trl_dro.rewards`, or dotted paths. With a `task`, its verifier by
+            default.
+        reward_model_name_or_path (`str`, *optional*):
+            A reward model, in addition.
+        task (`str`, *optional*):
+            A generator of reasoning-gym, such as `spell_backward`.
+        task_kwargs (`dict` or `str`, *optional*):
+            Settings of the generator.
+        task_train_size, task_eval_size, task_seed (`int`):
+            Number of training and held-out rows, and the seed they are drawn with.
+        task_prompt_template (`str`, *optional*, defaults to `"{question}"`):
+            Format string over the fields of an entry.
+        tiny_prompt_template (`str`, *optional*):
+            The same for a built-in tiny model, whose prompts must be short. Defaults to `task_prompt_template`.
+        tiny_warmup_steps (`int`, *optional*, defaults to `400`):
+            Supervised steps of a built-in tiny model before RL, on the training rows' answers with their characters
+            shuffled.
+        show_completions (`int`, *optional*, defaults to `0`):
+            Number of held-out prompts whose completions are printed before and after training.
+    """
+
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: names (TRL's, reasoning_gym_reward, reasoning_gym_solved) or dotted paths."
+        },
+    )
+    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A reward model, in addition."})
+    task: str | None = field(default=None, metadata={"help": "Generator of reasoning-gym, such as `spell_backward`."})
+    task_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Settings of the task's generator, as JSON on the command line."}
+    )
+    task_train_size: int = field(default=2000, metadata={"help": "Number of training rows to generate."})
+    task_eval_size: int = field(default=0, metadata={"help": "Number of held-out rows to generate."})
+    task_seed: int = field(default=0, metadata={"help": "Seed of the generated rows."})
+    task_prompt_template: str = field(
+        default="{question}", metadata={"help": "Format string over an entry's fields, such as `{metadata[word]}=`."}
+    )
+    tiny_prompt_template: str | None = field(
+        default=None, metadata={"help": "The same for a built-in tiny model. Defaults to `task_prompt_template`."}
+    )
+    tiny_warmup_steps: int = field(
+        default=400, metadata={"help": "Supervised steps of a built-in tiny model before RL."}
+    )
+    show_completions: int = field(
+        default=0, metadata={"help": "Held-out prompts whose completions are printed before and after training."}
+    )
+
+    def __post_init__(self) -> None:
+        from .config_rules import refusal
+
+        for name, least in (
+            ("task_train_size", 1),
+            ("task_eval_size", 0),
+            ("tiny_warmup_steps", 0),
+            ("show_completions", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise refusal(name, value, f"it must be a whole number >= {least}", f"{name}={least}")
+
+
+# Turns the quickstart into a run of a pretrained chat model on the same task.
+HUB_MODEL = (
+    "--model_name_or_path Qwen/Qwen3-0.6B --learning_rate 2e-6 --max_completion_length 32 "
+    "--chat_template_kwargs '{\"enable_thinking\": false}' --output_dir runs/qwen3"
+)
+
+Arguments = tuple[DROScriptArguments, DROConfig, ModelConfig, DatasetMixtureConfig]
+
+
+def make_parser(prog: str | None = None, config_class: type[DROConfig] = DROConfig) -> DROParser:
+    """The parser of the training command."""
+    return DROParser((DROScriptArguments, config_class, ModelConfig, DatasetMixtureConfig), prog=prog)
+
+
+def parse(
+    argv: Sequence[str] | None = None, prog: str | None = None, config_class: type[DROConfig] = DROConfig
+) -> Arguments:
+    """Parse and check a training configuration, without loading a model or a dataset.
+
+    Args:
+        argv: the command line, `sys.argv[1:]` if left out.
+        prog: the command's name, for messages.
+        config_class: `DROConfig`, or a subclass that stands for it.
+
+    Raises:
+        ValueError: the configuration is bad; the message says what to write instead.
+        SystemExit: with code 2, the command line is bad.
+    """
+    parser = make_parser(prog, config_class)
+    arguments: Arguments = parser.parse_args_and_config(None if argv is None else list(argv))  # type: ignore[assignment]
+    _check_data(*arguments)
+    return arguments
+
+
+def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfig, data: DatasetMixtureConfig) -> None:
+    from .rewards import load_reward
+    from .tasks import check_task
+
+    sources = {"task": script.task, "dataset_name": script.dataset_name, "datasets": data.datasets}
+    given = [name for name, value in sources.items() if value]
+    if len(given) != 1:
+        raise ValueError(
+            f"Data come from exactly one of task, dataset_name and datasets; {' and '.join(given) or 'none'} "
+            "is given. Write one, such as `task: spell_backward`."
+        )
+    if not model.model_name_or_path:
+        raise ValueError("model_name_or_path is not set. Write a Hub id, a path, or `tiny-qwen3`.")
+    if model.model_name_or_path in TINY_MODELS and not script.task:
+        raise ValueError(
+            f"model_name_or_path={model.model_name_or_path!r} is built for a task, but {given[0]} is given. Write "
+            "`task: spell_backward`, or the name of another model."
+        )
+    if script.task:
+        check_task(script.task, _task_kwargs(script), _prompt_template(script, model))
+    elif not script.reward_funcs and not script.reward_model_name_or_path:
+        raise ValueError("reward_funcs is not set. Write `reward_funcs: [accuracy_reward]`, or a dotted path.")
+    for name in script.reward_funcs or []:
+        load_reward(name)
+    rewards = len(_reward_names(script)) + bool(script.reward_model_name_or_path)
+    if config.reward_weights is not None and len(config.reward_weights) != rewards:
+        raise ValueError(
+            f"reward_weights={config.reward_weights!r} is refused: there are {rewards} rewards, each needs a weight. "
+            f"Write `reward_weights={[1.0] * rewards}` instead."
+        )
+
+
+def _task_kwargs(script: DROScriptArguments) -> dict[str, Any]:
+    return script.task_kwargs or {}  # type: ignore[return-value]  # the parser has read JSON already
+
+
+def _prompt_template(script: DROScriptArguments, model: ModelConfig) -> str:
+    tiny = model.model_name_or_path in TINY_MODELS
+    return (script.tiny_prompt_template if tiny else None) or script.task_prompt_template
+
+
+def _reward_names(script: DROScriptArguments) -> list[str]:
+    return script.reward_funcs or (["reasoning_gym_reward"] if script.task else [])
+
+
+def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, data: DatasetMixtureConfig) -> int:
+    """Build everything, train, evaluate before and after, save. Returns an exit code."""
+    from transformers.utils.logging import disable_progress_bar
+    from trl import get_peft_config, get_quantization_config
+
+    from .callbacks import use_compact_progress
+    from .rewards import load_reward
+    from .trainer import DROTrainer
+
+    if config.disable_tqdm:
+        disable_progress_bar()
+    _load_model_as_asked(config, model_args)
+    train_dataset, eval_dataset, processing_class, model = _prepare(script, config, model_args, data)
+    reward_funcs: list[Any] = [load_reward(name) for name in _reward_names(script)]
+    if script.reward_model_name_or_path:
+        reward_funcs.append(script.reward_model_name_or_path)
+    trainer = DROTrainer(
+        model=model,
+        reward_funcs=reward_funcs,
+        args=config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processing_class,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    use_compact_progress(trainer)
+    before = _evaluate(trainer, script.show_completions)
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    after = _evaluate(trainer, script.show_completions)
+    if before is not None:
+        # `train` starts a new history; the score to compare with belongs in it.
+        trainer.state.log_history.insert(0, {**before[0], "step": 0})
+    trainer.save_model(config.output_dir)
+    trainer.save_state()
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+    if trainer.accelerator.is_main_process:
+        if before is not None:
+            _say_what_happened(before, after)
+        _say_what_next(config, model_args)
+    trainer.end()
+    return 0
+
+
+def _load_model_as_asked(config: DROConfig, model_args: ModelConfig) -> None:
+    """Model options of the command go where the trainer reads them; `model_init_kwargs` wins."""
+    asked = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    config.model_init_kwargs = {
+        **{name: value for name, value in asked.items() if value is not None},
+        **(config.model_init_kwargs or {}),  # type: ignore[dict-item]
+    }
+
+
+def _prepare(
+    script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, data: DatasetMixtureConfig
+) -> tuple["Dataset", "Dataset | None", "PreTrainedTokenizerBase | ProcessorMixin | None", str]:
+    """Training and held-out rows, the tokenizer, and the model's name or path."""
+    from datasets import load_dataset
+    from transformers import AutoProcessor, AutoTokenizer
+    from trl import get_dataset
+
+    from .tasks import build_task
+
+    name = str(model_args.model_name_or_path)
+    if not script.task:
+        if data.datasets:
+            dataset = get_dataset(data)
+        else:
+            dataset = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        held_out = dataset[script.dataset_test_split] if config.eval_strategy != "no" else None
+        return dataset[script.dataset_train_split], held_out, None, name
+
+    tiny = name in TINY_MODELS
+    processor = None
+    if not tiny:
+        processor = AutoProcessor.from_pretrained(
+            name,
+            revision=model_args.model_revision,
+            padding_side="left",
+            truncation_side="left",
+            trust_remote_code=config.trust_remote_code,
+        )
+    train_dataset, held_out = build_task(
+        script.task,
+        train_size=script.task_train_size,
+        eval_size=script.task_eval_size,
+        seed=script.task_seed,
+        prompt_template=_prompt_template(script, model_args),
+        task_kwargs=_task_kwargs(script),
+        conversational=getattr(processor, "chat_template", None) is not None,
+    )
+    eval_dataset = held_out if script.task_eval_size else None
+    if not tiny:
+        return train_dataset, eval_dataset, processor, name
+    path = _tiny_model(name, train_dataset, held_out, script.tiny_warmup_steps, config)
+    return train_dataset, eval_dataset, AutoTokenizer.from_pretrained(path), path
+
+
+def _tiny_model(name: str, train_dataset: "Dataset", held_out: "Dataset", warmup_steps: int, config: DROConfig) -> str:
+    """Where the built-in model was saved, made for these rows and warmed up on the training rows.
+
+    From there every process loads it, and the reference model too if there is one.
+    """
+    from .tasks import build_tiny_model, entry_from_json, warm_up
+
+    path = str(Path(str(config.output_dir)) / name)
+    processes = PartialState()
+    if processes.is_main_process:
+        answers = [entry_from_json(entry)["answer"] for entry in train_dataset["entry"]]
+        texts = [*train_dataset["prompt"], *held_out["prompt"], *answers]
+        model, tokenizer = build_tiny_model(name, texts, seed=config.seed)
+        warm_up(model, tokenizer, train_dataset["prompt"], answers, steps=warmup_steps, seed=config.seed)
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    processes.wait_for_everyone()
+    return path
+
+
+def _evaluate(trainer: "DROTrainer", show: int) -> tuple[dict[str, float], dict[str, str]] | None:
+    """Metrics on the held-out rows, and the completions of `show` of their prompts; None without held-out rows."""
+    if trainer.eval_dataset is None:
+        return None
+    metrics = trainer.evaluate()
+    shown: dict[str, str] = {}
+    for prompt, completion in reversed(trainer.last_completions()):
+        if len(shown) < show:
+            shown.setdefault(_text(prompt), _text(completion))
+    return metrics, shown
+
+
+def _text(message: Any) -> str:
+    return message if isinstance(message, str) else str(message[-1]["content"])
+
+
+def _say_what_happened(before: Any, after: Any) -> None:
+    """Completions side by side, and the held-out rewards before and after."""
+    (metrics_before, shown), (metrics_after, shown_after) = before, after
+    if shown:
+        table = Table("prompt", "before", "after", title="Held-out completions", title_justify="left")
+        for prompt, completion in shown.items():
+            table.add_row(escape(prompt), escape(completion), escape(shown_after.get(prompt, "")))
+        Console().print(table)
+    for name, value in metrics_before.items():
+        if name == "eval_reward" or (name.startswith("eval_rewards/") and name.endswith("/mean")):
+            label = name.removeprefix("eval_").removeprefix("rewards/").removesuffix("/mean")
+            print(f"held-out {label}: {value:.3f} before, {metrics_after[name]:.3f} after")
+
+
+def _say_what_next(config: DROConfig, model_args: ModelConfig) -> None:
+    loader = "AutoPeftModelForCausalLM" if model_args.use_peft else "AutoModelForCausalLM"
+    print(f"\nSaved in {config.output_dir}. What to do next:")
+    print(f"  load it          {loader}.from_pretrained({config.output_dir!r})")
+    if model_args.model_name_or_path in TINY_MODELS:
+        print(f"  a Hub model      the same command with {HUB_MODEL}")
+    if config.dro_beta is not None:
+        print(
+            f"  another beta     the same command with --dro_beta {config.dro_beta * 4:g}, or {config.dro_beta / 4:g}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m trl_dro.train`. Returns the exit code: 1 for a bad configuration."""
+    try:
+        arguments = parse(argv)
+    except (ValueError, ImportError) as error:
+        print(f"trl-dro train: error: {error}", file=sys.stderr)
+        return 1
+    return run(*arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
