@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trl_dro import __version__, cli, list_policy_losses
+from trl_dro import DROTrainer, __version__, cli, list_policy_losses
 from trl_dro import train as train_script
+from trl_dro.tasks import build_task, build_tiny_model
 
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
 QUICKSTART = str(ROOT / "recipes" / "quickstart" / "dro" / "config.yaml")
+TRAIN = DROTrainer.train
 SMALL = {
     "model_name_or_path": "tiny-qwen3",
     "tiny_warmup_steps": 2,
@@ -211,6 +214,39 @@ def launched(monkeypatch, *argv: str) -> argparse.Namespace:
     monkeypatch.setattr(train_script, "run", lambda *arguments: pytest.fail("trained in this process"))
     assert exit_code("train", *argv) == 0
     return seen[0]
+
+
+def test_the_quickstart_trains_a_chat_model_from_a_path_on_the_full_question(tmp_path, monkeypatch):
+    """What the hint after the quickstart says, with a tiny model of Qwen3's architecture in place of the Hub's."""
+    train_rows, _ = build_task("spell_backward", train_size=50, task_kwargs={"min_word_len": 3, "max_word_len": 3})
+    characters = "".join(map(chr, range(32, 127))) + "\n"
+    model, tokenizer = build_tiny_model("tiny-qwen3", [characters, *train_rows["prompt"]])
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    model.save_pretrained(tmp_path / "chat")
+    tokenizer.save_pretrained(tmp_path / "chat")
+    seen = []
+    monkeypatch.setattr(
+        DROTrainer, "train", lambda self, **_: seen.append(self.train_dataset[0]["prompt"]) or TRAIN(self)
+    )
+    options = shlex.split(train_script.HUB_MODEL)
+    options[options.index("--model_name_or_path") + 1] = str(tmp_path / "chat")
+    options[options.index("--output_dir") + 1] = str(tmp_path / "run")
+    small = ["--max_steps", "2", "--per_device_train_batch_size", "8", "--task_eval_size", "8", "--logging_steps", "1"]
+    assert exit_code("train", "--config", QUICKSTART, *options, *small) == 0
+    assert seen[0][0]["role"] == "user"
+    assert "backward" in seen[0][0]["content"]
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_an_error_in_training_shows_where_it_came_from(config, tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_reward.py").write_text(
+        "def broken(completions, **kwargs):\n    raise ValueError('no such answer')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert exit_code("train", "--config", config(), "--reward_funcs", "broken_reward.broken") == 1
+    err = capsys.readouterr().err
+    assert "in broken" in err
+    assert "no such answer" in err
 
 
 def test_launcher_options_go_to_accelerate_and_the_others_to_the_script(config, monkeypatch):

@@ -1,6 +1,7 @@
 """The training script: `trl-dro train --config X.yaml`, or `accelerate launch -m trl_dro.train --config X.yaml`."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,6 +182,8 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
     from .rewards import load_reward
     from .trainer import DROTrainer
 
+    # transformers warns of names that TRL uses at every generation; nobody here can act on it.
+    warnings.filterwarnings("ignore", message=r"`\w*gradient_checkpointing\w*` is deprecated", category=FutureWarning)
     if config.disable_tqdm:
         disable_progress_bar()
     _load_model_as_asked(config, model_args)
