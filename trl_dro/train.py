@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
@@ -202,7 +203,8 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
         peft_config=get_peft_config(model_args),
     )
     use_compact_progress(trainer)
-    before = _evaluate(trainer, script.show_completions)
+    # A resumed run has not loaded its weights yet.
+    before = None if config.resume_from_checkpoint else _evaluate(trainer, script.show_completions)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     after = _evaluate(trainer, script.show_completions)
     if before is not None:
@@ -213,7 +215,7 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     if trainer.accelerator.is_main_process:
-        if before is not None:
+        if before is not None and after is not None:
             _say_what_happened(before, after)
         _say_what_next(config, model_args)
     trainer.end()
@@ -285,6 +287,7 @@ def _tiny_model(name: str, train_dataset: "Dataset", held_out: "Dataset", warmup
     """
     from .tasks import build_tiny_model, entry_from_json, warm_up
 
+    torch.set_num_threads(1)  # on a model this small, threads cost more than they bring
     path = str(Path(str(config.output_dir)) / name)
     processes = PartialState()
     if processes.is_main_process:
