@@ -57,6 +57,7 @@ OPTIONS = {
     "adaptive entropy above target": {"use_adaptive_entropy": True, "entropy_target": 0.01, "entropy_coef": 0.05},
     "off-policy mask": {"off_policy_mask_threshold": 0.001},
     "group scaling off": {"scale_rewards": "none"},
+    "batch scaling": {"scale_rewards": "batch"},
 }
 # Where TRL differentiates through the mean over the sequence, and verl's form, which is ours, does not.
 NOT_AT_SEQUENCE_LEVEL = {"bias-corrected kl", "top entropy"}
@@ -222,6 +223,45 @@ def test_correction_weights_multiply_the_policy_term_as_in_trl(checkpoint, tmp_p
     assert largest_difference(plain.model, ours.model) > 1e-4
 
 
+class OffEngine:
+    """Stands in for vLLM: scripted completions, with log-probs that are a little off the policy's."""
+
+    def __init__(self, *, model, **_):
+        self.model, self.calls = model, 0
+
+    def sync_weights(self):
+        pass
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        self.calls += 1
+        generator = torch.Generator().manual_seed(self.calls)
+        completion_ids, logprobs = [], []
+        for index in range(len(prompts)):
+            length = 3 + index % 5
+            completion_ids.append(torch.randint(4, 30, (length,), generator=generator).tolist())
+            off = -3.4 + 0.4 * torch.randn(length, generator=generator)
+            logprobs.append(
+                [[None] if index == 0 and token == 0 else [value] for token, value in enumerate(off.tolist())]
+            )
+        return prompts, completion_ids, logprobs, None
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_trls_correction_of_the_engines_mismatch_is_honoured_in_every_mode(mode, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", OffEngine)
+
+    def load():
+        return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+    bounds = {"vllm_importance_sampling_clip_min": 0.6, "vllm_importance_sampling_clip_max": 1.5}
+    settings = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "beta": 0.3, **bounds}
+    settings["off_policy_mask_threshold"] = 0.05
+    trl, ours = both(settings, load, tmp_path)
+    assert largest_difference(trl.model, ours.model) < 1e-7
+    uncorrected, _ = both({**settings, "vllm_importance_sampling_correction": False}, load, tmp_path)
+    assert largest_difference(ours.model, uncorrected.model) > 1e-4
+
+
 def test_a_continued_adapter_has_its_own_copy_as_reference_as_in_trl(checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -240,3 +280,77 @@ def test_a_continued_adapter_has_its_own_copy_as_reference_as_in_trl(checkpoint,
         trl, ours = both({"beta": 0.3, "use_bias_correction_kl": False}, load, tmp_path)
     assert largest_difference(trl.model, ours.model) < 1e-7
     assert ours.state.log_history[1]["kl"] == pytest.approx(trl.state.log_history[1]["kl"], rel=1e-4)
+
+
+def truncating_rollout(prompts, trainer) -> dict:
+    """As the scripted one, without end of sequence in every fourth completion."""
+    output = scripted_rollout(prompts, trainer)
+    output["completion_ids"] = [
+        ids if index % 4 == 3 else [*ids[:-1], 2] for index, ids in enumerate(output["completion_ids"])
+    ]
+    return {name: output[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+
+def test_truncated_completions_are_masked_as_in_trl(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    def load():
+        return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+    trl, ours = both({"mask_truncated_completions": True}, load, tmp_path, rollout_func=truncating_rollout)
+    assert largest_difference(trl.model, ours.model) < 1e-7
+
+
+# Outside that geometry the two differ, each difference named in docs/migrating.md.
+
+
+@pytest.mark.filterwarnings("ignore:mask_truncated_completions=True with loss_type:UserWarning")
+def test_difference_means_over_sequences_leave_out_masked_rows(checkpoint, tmp_path, monkeypatch):
+    """A quarter of the rows is masked: TRL divides by all rows, this package by the rows that are trained."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    def load():
+        return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+    settings = {"loss_type": "grpo", "mask_truncated_completions": True, "max_steps": 1, "learning_rate": 0.1}
+    trl, ours = both(settings, load, tmp_path, rollout_func=truncating_rollout)
+    start = dict(load().named_parameters())
+    moved = {name: p - start[name] for name, p in ours.model.named_parameters()}
+    for name, p in trl.model.named_parameters():
+        torch.testing.assert_close((p - start[name]) * 4 / 3, moved[name], rtol=1e-5, atol=1e-7)
+
+
+def test_difference_token_means_are_those_of_each_optimizer_step(checkpoint, tmp_path, monkeypatch):
+    """One generated batch in two optimizer steps: TRL divides each by half of the batch's tokens."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    def load():
+        return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+    settings = {"steps_per_generation": 2, "num_iterations": 1, "max_steps": 1, "learning_rate": 0.1}
+    counts = []
+
+    class Counting(DROTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            counts.append((inputs["num_items_in_batch"].item() / 2, inputs["window_num_tokens"].item()))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    source = GRPOConfig(output_dir=str(tmp_path), **{**GEOMETRY, **settings})
+    trl = train(GRPOTrainer, source, load(), rollout_func=truncating_rollout)
+    ours = train(Counting, DROConfig.from_grpo_config(source), load(), rollout_func=truncating_rollout)
+    theirs, exact = counts[0]
+    assert theirs != exact
+    start = dict(load().named_parameters())
+    moved = {name: p - start[name] for name, p in ours.model.named_parameters()}
+    for name, p in trl.model.named_parameters():
+        torch.testing.assert_close((p - start[name]) * theirs / exact, moved[name], rtol=1e-5, atol=1e-7)
+
+
+def test_difference_log_ratios_beyond_20_nats_are_cut_off():
+    """TRL's ratio overflows where this package's stays at e^20."""
+    from trl_dro import PolicyLossInputs, get_policy_loss
+
+    one = torch.ones(1, 1)
+    output = get_policy_loss("importance_sampling")(PolicyLossInputs(0 * one, -100 * one, one, one))
+    assert output.per_token_loss.item() == pytest.approx(-torch.tensor(20.0).exp().item())
+    assert torch.exp(torch.tensor(100.0)) == float("inf")

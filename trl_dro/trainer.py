@@ -9,19 +9,27 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
 
 from .aggregation import aggregate_loss
+from .checks import check_datasets, check_output_dir, checked_rewards
 from .config import DROConfig
 from .config_rules import MISSING_BETA, refusal
 from .masking import masked_mean
 from .metrics import MetricAccumulator, add_log_ratio_metrics
+from .models import (
+    add_reference_adapter,
+    check_reference,
+    count_positions_from_the_mask,
+    disable_functional_dropout,
+    is_adapter_model,
+)
 from .objectives import DRO
 from .policy_loss import PolicyLossInputs, PolicyLossOutput, apply_correction_weights
+from .rollouts import ResumableSampler, fill_empty, without_empty_completions
 from .windows import block_and_slot, trained_counts
 
 
@@ -35,6 +43,8 @@ if TYPE_CHECKING:
 PRIVATE_NAMES = {
     "GRPOTrainer._prepare_inputs": "extended: plans the window, generates what it needs, attaches its counts",
     "GRPOTrainer._generate_and_score_completions": "extended: decides which policies are scored",
+    "GRPOTrainer._get_train_sampler": "extended: a resumed run continues its epoch",
+    "GRPOTrainer._generate_single_turn": "extended: empty completions, precision and mode of continuous batching",
     "GRPOTrainer._get_per_token_logps_and_entropies": "called: log-probs of the micro-batch",
     "GRPOTrainer._step": "read: micro-steps so far",
     "GRPOTrainer._buffered_inputs": "read and reset: the micro-batches of one generated batch",
@@ -147,13 +157,19 @@ class DROTrainer(GRPOTrainer):
                 "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
             )
             raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
-        _check_reference(model, args, peft_config)
+        check_output_dir(args.output_dir)
+        check_reference(model, args, peft_config)
+        check_datasets(args, train_dataset, eval_dataset, has_environment=environment_factory is not None)
         self.policy_loss = args.build_policy_loss()
         # TRL builds, places and syncs a reference model only for a KL coefficient.
-        with _temporarily(args, beta=args.beta or float(args.needs_reference)):
+        reference = args.beta or float(args.needs_reference)
+        if reference and peft_config is None and is_adapter_model(model):
+            add_reference_adapter(cast("PeftModel", model))
+            reference = 0.0
+        with _temporarily(args, beta=reference):
             super().__init__(
                 model=model,
-                reward_funcs=reward_funcs,
+                reward_funcs=checked_rewards(reward_funcs),
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -164,17 +180,53 @@ class DROTrainer(GRPOTrainer):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
                 tools=tools,
-                rollout_func=rollout_func,
+                rollout_func=without_empty_completions(rollout_func),
                 environment_factory=environment_factory,
             )
         self.beta = args.beta
         if args.disable_dropout:
-            _disable_functional_dropout(self.model)
+            disable_functional_dropout(self.model)
+        for scored in (self.model, self.ref_model):
+            if scored is not None:
+                count_positions_from_the_mask(self.accelerator.unwrap_model(scored))
         self._accumulators = {"train": MetricAccumulator(), "eval": MetricAccumulator()}
         # Generated blocks still in use, by index: their micro-batches, counts (slots, 2) over all ranks, and birth.
         self._blocks: dict[int, tuple[list[dict[str, Any]], Tensor, int]] = {}
         self._window_start = 0
         self._window_batches: list[Any] = []
+
+    # Data and generation
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
+        """TRL's sampler, which in a resumed run goes on with the epoch that was interrupted."""
+        sampler = super()._get_train_sampler(dataset)
+        return ResumableSampler(sampler, lambda: int(self.state.epoch or 0))
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """As in transformers, after a check that every batch holds whole groups of completions."""
+        rows = self.args.per_device_eval_batch_size * self.accelerator.num_processes
+        if rows % self.num_generations_eval:
+            allowed = (
+                f"times {self.accelerator.num_processes} processes it must be a multiple of the "
+                f"{self.num_generations_eval} completions for each prompt (num_generations_eval, or num_generations)"
+            )
+            instead = f"per_device_eval_batch_size={self.num_generations_eval}"
+            raise refusal("per_device_eval_batch_size", self.args.per_device_eval_batch_size, allowed, instead)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        training = self.model.training
+        # With continuous batching TRL casts the weights to half precision for good, and leaves evaluation mode.
+        precision = {"bf16": False, "fp16": False} if self.use_transformers_continuous_batching else {}
+        with _temporarily(self.args, **precision):
+            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        self.model.train(training)
+        return fill_empty(completion_ids, logprobs, self.eos_token_ids[0])
 
     # Windows
 
@@ -467,19 +519,6 @@ class DROTrainer(GRPOTrainer):
         super().log(logs, start_time)
 
 
-def _check_reference(model: Any, args: DROConfig, peft_config: Any) -> None:
-    """Refuse what TRL refuses after loading everything, or with an error from inside the Hub client."""
-    adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
-    if args.sync_ref_model and adapter:
-        allowed = "with an adapter the reference is the frozen base model, there is no copy to sync"
-        raise refusal("sync_ref_model", True, allowed, "sync_ref_model=False")
-    if args.needs_reference and not adapter and not isinstance(model, str) and not model.config.name_or_path:
-        name, value = ("beta", args.beta) if args.beta else ("anchor_policy", args.anchor_policy)
-        allowed = "the reference model is loaded from where the policy came from, and this model was built in memory"
-        instead = "model.save_pretrained(path); DROTrainer(model=path, ...)"
-        raise refusal(name, value, allowed, instead)
-
-
 def _trained_mask(inputs: dict[str, Any]) -> Tensor:
     """1 on tokens that are trained: completion, not padding, not tool output, not a truncated row left out."""
     mask = inputs["completion_mask"]
@@ -506,11 +545,3 @@ def _temporarily(target: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(target, name, value)
-
-
-def _disable_functional_dropout(model: nn.Module) -> None:
-    """Zero the dropout rates that modules hold as numbers, which TRL's `disable_dropout` (modules only) misses."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
