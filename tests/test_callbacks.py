@@ -18,7 +18,7 @@ def test_a_line_shows_reward_kl_penalty_speed_and_time_left():
 
 def test_the_reference_kl_is_shown_when_there_is_one():
     line = progress_line({**LOGS, "kl": 0.5}, step=1, max_steps=2, tokens_per_second=None, seconds_left=None)
-    assert "| kl 0.5000 |" in line
+    assert "| kl 0.0123 | ref kl 0.5000 |" in line
 
 
 def test_what_was_not_logged_is_left_out():

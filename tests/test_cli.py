@@ -180,6 +180,17 @@ def test_the_quickstart_takes_a_hub_model_in_one_line(capsys):
         (["check", "--config", QUICKSTART, "--dro_beta", "-1"], 1, "dro_beta=-1.0 is refused"),
         (["check", "--config", QUICKSTART, "--task", "spell_back"], 1, "Nearest: spell_backward"),
         (["check", "--config", QUICKSTART, "--reward_funcs", "reasoning_gym"], 1, "Known: reasoning_gym_"),
+        (
+            ["check", "--config", QUICKSTART, "--num_generations_eval", "8", "--per_device_eval_batch_size", "12"],
+            1,
+            "=12",
+        ),
+        (["check", "--config", QUICKSTART, "--anchor_policy", "sampling"], 1, "use_vllm=True"),
+        (
+            ["check", "--config", QUICKSTART, "--use_peft", "true", "--beta", "0.1", "--sync_ref_model", "true"],
+            1,
+            "sync_ref_model=False",
+        ),
         (["train", "--config", QUICKSTART, "--accelerate_config", "tpu"], 1, "one of the names cpu_ddp, "),
         (["train", "--config", QUICKSTART, "--num_processes", "2", "--dro_beta", "0"], 1, "dro_beta=0.0 is refused"),
     ],
@@ -231,11 +242,65 @@ def test_the_quickstart_trains_a_chat_model_from_a_path_on_the_full_question(tmp
     options = shlex.split(train_script.HUB_MODEL)
     options[options.index("--model_name_or_path") + 1] = str(tmp_path / "chat")
     options[options.index("--output_dir") + 1] = str(tmp_path / "run")
-    small = ["--max_steps", "2", "--per_device_train_batch_size", "8", "--task_eval_size", "8", "--logging_steps", "1"]
+    for name, value in (("--use_cpu", "true"), ("--bf16", "false"), ("--gradient_accumulation_steps", "2")):
+        options[options.index(name) + 1] = value
+    small = ["--max_steps", "2", "--task_eval_size", "8", "--logging_steps", "1"]
     assert exit_code("train", "--config", QUICKSTART, *options, *small) == 0
     assert seen[0][0]["role"] == "user"
     assert "backward" in seen[0][0]["content"]
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_a_launch_that_came_up_smaller_than_asked_for_is_refused(config, monkeypatch, capsys):
+    """Without a GPU, `accelerate launch --num_processes 2` starts one process and says nothing."""
+    monkeypatch.setenv(train_script.EXPECTED_PROCESSES, "2")
+    assert exit_code("train", "--config", config()) == 1
+    assert "num_processes=2 were asked for, 1 came up" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_loaded(config, capsys):
+    assert exit_code("train", "--config", config(), "--use_vllm", "true") == 1
+    err = capsys.readouterr().err
+    assert "vllm is not installed here" in err
+
+
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(config, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab="}\n' * 8)
+    dataset = [{"path": "json", "data_files": str(tmp_path / "rows.jsonl")}]
+    model, tokenizer = build_tiny_model("tiny-qwen3", ["ab="])
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    changes = {"task": None, "datasets": dataset, "model_name_or_path": str(tmp_path / "model")}
+    path = config(**changes, reward_funcs=["tests.tiny.length_reward"], dataset_train_split="training")
+    assert exit_code("train", "--config", path) == 1
+    assert "dataset_train_split='training' is refused: the dataset has the splits train." in capsys.readouterr().err
+
+
+def test_a_run_resumes_from_its_newest_checkpoint_when_told_true(config, tmp_path, capsys):
+    path = config(save_strategy="steps", save_steps=2, max_steps=4)
+    assert exit_code("train", "--config", path, "--max_steps", "2") == 0
+    capsys.readouterr()
+    assert exit_code("train", "--config", path, "--resume_from_checkpoint", "true") == 0
+    out = capsys.readouterr().out
+    assert "step 4/4" in out
+    assert "step 2/4" not in out
+
+
+def test_doubts_about_a_configuration_are_plain_lines(config, monkeypatch, capsys):
+    monkeypatch.setattr(train_script, "run", lambda *arguments: 0)
+    assert exit_code("train", "--config", config(), "--num_iterations", "1") == 0
+    err = capsys.readouterr().err
+    assert err.startswith("warning: DRO's penalty does nothing here")
+    assert ".py" not in err
+
+
+def test_an_interrupted_run_ends_without_a_traceback(config, monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_script, "run", interrupted)
+    assert exit_code("train", "--config", config()) == 130
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_an_error_in_training_shows_where_it_came_from(config, tmp_path, monkeypatch, capsys):

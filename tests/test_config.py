@@ -25,7 +25,11 @@ BAD = [
     ({"policy_loss": "drro"}, "policy_loss", ["'drro'", "nearest first: dro,", "ppo_clip"]),
     ({"policy_loss": "PPO"}, "policy_loss", ["'PPO'", "ppo_clip"]),
     ({"policy_loss": None}, "policy_loss", ["None"]),
-    ({"policy_loss": "bypass_mode", "dro_beta": None}, "bypass_mode", ["anchor_policy", "sampling", "rollout_is"]),
+    (
+        {"policy_loss": "bypass_mode", "dro_beta": None},
+        "bypass_mode",
+        ["anchor_policy", "sampling", "rollout correction"],
+    ),
     ({"policy_loss": "vespo", "dro_beta": None}, "vespo", ["gspo"]),
     ({"policy_loss": "bnpo", "dro_beta": None}, "bnpo", ["token-mean"]),
     ({"policy_loss": "no_such_module.Loss", "dro_beta": None}, "no_such_module.Loss", ["import"]),
@@ -45,7 +49,14 @@ BAD = [
     ({"dro_beta": True}, "dro_beta=True", ["number > 0", "dro_beta=0.5"]),
     ({"dro_beta": None, "policy_loss_kwargs": {"beta": 0}}, "beta=0", ["policy_loss_kwargs", "> 0"]),
     ({"dro_level": "tokens"}, "dro_level", ["'tokens'", "'token'", "'sequence'"]),
-    ({"policy_loss": "ppo_clip"}, "dro_beta", ["0.5", "policy_loss='dro'"]),
+    ({"policy_loss": "ppo_clip"}, "dro_beta", ["0.5", "policy_loss='dro'", "dro_beta=None"]),
+    ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample']", ["False", "temperature=1.0"]),
+    ({"generation_kwargs": {"max_new_tokens": 3}}, "generation_kwargs['max_new_tokens']", ["max_completion_length"]),
+    ({"generation_kwargs": {"num_return_sequences": 4}}, "num_return_sequences", ["4", "num_generations=8"]),
+    ({"model_init_kwargs": "{bad"}, "model_init_kwargs", ["'{bad'", "dict"]),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs", ["[1]", "dict"]),
+    ({"sync_ref_model": "false"}, "sync_ref_model", ["'false'", "True or False", "sync_ref_model=False"]),
+    ({"mask_truncated_completions": "no"}, "mask_truncated_completions", ["'no'", "mask_truncated_completions=False"]),
     ({"policy_loss": "ppo_clip", "dro_beta": None, "dro_level": "sequence"}, "dro_level", ["policy_loss='dro'"]),
     (
         {"policy_loss": "ppo_clip", "dro_beta": None, "policy_loss_kwargs": {"epsilon": 0.2}},
@@ -198,6 +209,7 @@ def test_a_bad_setting_is_refused_with_field_value_allowed_values_and_the_fix(se
         DROConfig(**{**CPU, "dro_beta": 0.5, "num_iterations": 2, **settings})
     for part in said:
         assert part in str(refused.value)
+    assert re.search("Write|write|Leave", str(refused.value)), "no word on what to write instead"
 
 
 def test_tensor_context_and_sequence_parallelism_are_refused():

@@ -34,11 +34,13 @@ def test_links_inside_the_repository_lead_to_a_file(page):
 def test_the_readmes_script_trains_with_its_model_and_data_swapped(tmp_path, monkeypatch):
     (script,) = blocks(ROOT / "README.md", "python")
     assert len(script.strip().splitlines()) <= 15
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    rows = Dataset.from_dict({"prompt": ["ab=", "cd="] * 8, "solution": ["ba", "dc"] * 8})
+    tokenizer.save_pretrained(tmp_path / "model")
+    questions = [[{"role": "user", "content": text}] for text in ("ab=", "cd=") * 8]
+    rows = Dataset.from_dict({"prompt": questions, "solution": ["1", "2"] * 8})
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
-    monkeypatch.setattr("trl.rewards.accuracy_reward", length_reward)  # the real one needs math-verify
     small = {"use_cpu": True, "bf16": False, "max_steps": 4, "max_completion_length": 4, "report_to": "none"}
     assert script.count("DROConfig(output_dir=") == 1
     script = script.replace("DROConfig(", f"DROConfig(**{small!r}, ").replace("Qwen/Qwen3-0.6B", f"{tmp_path}/model")

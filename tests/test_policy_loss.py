@@ -250,7 +250,7 @@ def test_an_unknown_name_lists_the_registered_ones_nearest_first():
         get_policy_loss("DRO")
     with pytest.raises(ValueError, match=r"nearest first: ppo_clip, "):
         get_policy_loss("ppo")
-    with pytest.raises(ValueError, match="policy_loss=None must be a string"):
+    with pytest.raises(ValueError, match="policy_loss=None is refused: it must be a string"):
         get_policy_loss(None)
 
 
@@ -282,7 +282,7 @@ def test_a_bad_parameter_fails_when_the_objective_is_made():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bypass_mode", r'not a loss.*anchor_policy="sampling".*rollout_is and rollout_rs'),
+        ("bypass_mode", r'not a loss.*anchor_policy="sampling".*rollout correction'),
         ("vespo", r'whole importance weight.*"gspo" and "dro" with level="sequence"'),
         ("bnpo", r'an aggregation.*loss_agg_mode="token-mean"'),
     ],

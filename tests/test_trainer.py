@@ -312,9 +312,10 @@ def test_training_again_starts_with_rollouts_of_its_own(make_config):
     trainer = make_trainer(make_config(max_steps=3))
     trainer.train()
     trainer.train()
-    again = trainer.state.log_history[0]
-    assert again["dro/anchor_staleness"] == 0.0
-    assert "reward" in again
+    again = trainer.state.log_history[:3]
+    # The first run ended between the two passes over a batch; the second starts with both passes over a new one.
+    assert [log["dro/anchor_staleness"] for log in again] == [0.0, 1.0, 0.0]
+    assert ["reward" in log for log in again] == [True, False, True]
 
 
 @pytest.mark.filterwarnings("ignore:The stream ended:UserWarning")
@@ -438,10 +439,15 @@ def test_every_inherited_option_changes_the_run_and_keeps_it_finite(make_config,
         assert largest_difference(weights(trainer), weights(plain)) > 0.0
 
 
-def test_the_adaptive_entropy_coefficient_moves_by_delta_once_each_optimizer_step(make_config):
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    # The entropy is about 3.5: twice that would lie above the target of 5, and half of it below that of 2.5.
+    [(10.0, [0.12, 0.14, 0.15, 0.15]), (5.0, [0.12, 0.14, 0.15, 0.15]), (2.5, [0.08, 0.06, 0.04, 0.02])],
+)
+def test_the_adaptive_entropy_coefficient_moves_by_delta_once_each_optimizer_step(make_config, target, expected):
     config = make_config(
         use_adaptive_entropy=True,
-        entropy_target=10.0,
+        entropy_target=target,
         entropy_coef=0.1,
         entropy_coef_delta=0.02,
         entropy_coef_max=0.15,
@@ -450,8 +456,9 @@ def test_the_adaptive_entropy_coefficient_moves_by_delta_once_each_optimizer_ste
     )
     trainer = make_trainer(config)
     trainer.train()
-    logged = [log["entropy_coef"] for log in trainer.state.log_history[:4]]
-    assert logged == pytest.approx([0.12, 0.14, 0.15, 0.15])
+    logs = trainer.state.log_history[:4]
+    assert [log["entropy_coef"] for log in logs] == pytest.approx(expected)
+    assert all(2.5 < log["entropy"] < 5.0 < 2 * log["entropy"] for log in logs)
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "cispo", "gspo", "sapo", "reinforce", "kl_cov", "clip_cov", "gmpo"])

@@ -35,10 +35,10 @@ def progress_line(
         seconds_left: estimated time to the end.
     """
     parts = [f"step {step}/{max_steps}"]
-    kl = "kl" if "kl" in logs else "dro/kl_k2"
     for label, name, form in (
         ("reward", "reward", "{:.3f}"),
-        ("kl", kl, "{:.4f}"),
+        ("kl", "dro/kl_k2", "{:.4f}"),
+        ("ref kl", "kl", "{:.4f}"),
         ("penalty", "dro/penalty_share", "{:.0%}"),
         ("loss", "policy_loss", "{:.4f}"),
     ):

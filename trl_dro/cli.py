@@ -65,16 +65,19 @@ def train(argv: list[str]) -> int:
     Raises:
         ValueError: If the configuration is bad. Nothing has been launched then.
     """
-    from .train import make_parser, parse, run
+    from .train import EXPECTED_PROCESSES, make_parser, parse, parse_loudly, run
 
     if not argv or "-h" in argv or "--help" in argv:
         print(_TRAIN_HELP if not argv else f"{_TRAIN_HELP}\n{make_parser('trl-dro train').format_help()}")
         return 0 if argv else 2
     own, launch = _split_launch_options(argv, make_parser("trl-dro train"))
     if not launch:
-        arguments = parse(own, prog="trl-dro train")
+        arguments = parse_loudly(own, prog="trl-dro train")
         try:
             return run(*arguments)
+        except KeyboardInterrupt:
+            print("\nInterrupted. What was saved so far is in output_dir.", file=sys.stderr)
+            return 130
         except Exception:
             # Whatever fails from here on is not a matter of wording: show where, a reward function's error too.
             traceback.print_exc()
@@ -82,7 +85,9 @@ def train(argv: list[str]) -> int:
     launch_args = _parse_launch_options("trl-dro train", launch, own)
     with _environment_restored():  # a config leaves variables behind that the launched processes set themselves
         parse(own, prog="trl-dro train", config_class=_config_for(_world_size(launch_args)))
-    return _launch(launch_args)
+    with _environment_restored():
+        os.environ[EXPECTED_PROCESSES] = str(_world_size(launch_args))
+        return _launch(launch_args)
 
 
 def check(argv: list[str]) -> int:

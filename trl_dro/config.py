@@ -10,13 +10,16 @@ from typing import Any, cast
 from trl import GRPOConfig
 
 from .config_rules import (
+    DICT_FIELDS,
     IDLE,
     LOSS_TYPES,
     MISSING_BETA,
     NEEDS,
+    OWN_GENERATION,
     REPLACED,
     SAMPLING_FIELDS,
     DerivedInt,
+    check_booleans,
     check_choices,
     check_dro_beta,
     check_numbers,
@@ -124,6 +127,7 @@ class DROConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         self._parse_json_fields()
+        check_booleans(self)
         self._refuse_replaced_knobs()
         check_dro_beta(self.dro_beta)
         self.dro_beta = None if self.dro_beta is None else float(self.dro_beta)
@@ -216,16 +220,13 @@ class DROConfig(GRPOConfig):
         return self.beta != 0.0 or self.anchor_policy == "reference"
 
     def _parse_json_fields(self) -> None:
-        for name in ("policy_loss_kwargs", "generation_kwargs"):
+        for name, example in DICT_FIELDS.items():
             value = getattr(self, name)
             if isinstance(value, str):
                 with suppress(json.JSONDecodeError):
                     value = json.loads(value)
                 setattr(self, name, value)
             if value is not None and not isinstance(value, dict):
-                example = {"policy_loss_kwargs": '{"beta": 0.5}', "generation_kwargs": '{"suppress_tokens": [0]}'}[
-                    name
-                ]
                 raise refusal(name, value, "it must be a dict, JSON of one, or None", f"{name}={example}")
         for key in _as_dict(self.policy_loss_kwargs):
             if not isinstance(key, str):
@@ -252,7 +253,7 @@ class DROConfig(GRPOConfig):
         if not self.is_dro:
             if self.dro_beta is not None:
                 allowed = f"it belongs to policy_loss='dro', not {self.policy_loss!r}"
-                raise refusal("dro_beta", self.dro_beta, allowed, "policy_loss='dro'")
+                raise refusal("dro_beta", self.dro_beta, allowed, "dro_beta=None")
             if self.dro_level != "token":
                 allowed = f"it belongs to policy_loss='dro', not {self.policy_loss!r}"
                 raise refusal("dro_level", self.dro_level, allowed, "dro_level='token'")
@@ -279,6 +280,10 @@ class DROConfig(GRPOConfig):
 
     def _check_sampling(self) -> None:
         moved, given = {}, _as_dict(self.generation_kwargs)
+        for name, instead in OWN_GENERATION.items():
+            if name in given and given[name] is not True:
+                allowed = "the trainer sets it"
+                raise refusal(f"generation_kwargs[{name!r}]", given[name], allowed, instead)
         for name in SAMPLING_FIELDS:
             if name not in given:
                 continue
@@ -395,19 +400,27 @@ class DROConfig(GRPOConfig):
                 else f"per_device_train_batch_size={num_generations}"
             )
             raise refusal("num_generations", num_generations, allowed, instead)
-        evaluation_group = self.num_generations_eval or num_generations
-        evaluates = self.eval_strategy != "no" or self.do_eval
-        if evaluates and (self.per_device_eval_batch_size * world_size) % evaluation_group:
+        if self.eval_strategy != "no" or self.do_eval:
+            self.check_evaluation_batch(world_size)
+
+    def check_evaluation_batch(self, processes: int | None = None) -> None:
+        """Refuse an evaluation batch that would split the completions of a prompt.
+
+        Args:
+            processes: how many evaluate; the world size if left out.
+
+        Raises:
+            ValueError: `per_device_eval_batch_size` times the processes does not hold whole groups.
+        """
+        processes = self.world_size if processes is None else processes
+        group = self.num_generations_eval or cast(int, self.num_generations)
+        if (self.per_device_eval_batch_size * processes) % group:
             allowed = (
-                f"times {world_size} processes it must be a multiple of the {evaluation_group} completions for each "
-                "evaluation prompt (num_generations_eval, or num_generations)"
+                f"times {processes} processes it must be a multiple of the {group} completions for each evaluation "
+                "prompt (num_generations_eval, or num_generations)"
             )
-            raise refusal(
-                "per_device_eval_batch_size",
-                self.per_device_eval_batch_size,
-                allowed,
-                f"per_device_eval_batch_size={evaluation_group}",
-            )
+            instead = f"per_device_eval_batch_size={group}"
+            raise refusal("per_device_eval_batch_size", self.per_device_eval_batch_size, allowed, instead)
 
     def _warn(self) -> None:
         objective = self.build_policy_loss()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_type_hints
 
 from .aggregation import LOSS_AGG_MODES
 
@@ -188,6 +188,25 @@ IDLE: dict[str, str] = {
 # and reporting with the field, so they are moved to the field.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
+# Settings of the engine that the trainer makes itself, each with the field (or value) to write.
+OWN_GENERATION: dict[str, str] = {
+    "do_sample": "temperature=1.0",
+    "num_return_sequences": "num_generations=8",
+    "n": "num_generations=8",
+    "max_new_tokens": "max_completion_length=256",
+    "max_tokens": "max_completion_length=256",
+    "max_length": "max_completion_length=256",
+}
+
+# Dict fields, with an example of what to write.
+DICT_FIELDS: dict[str, str] = {
+    "policy_loss_kwargs": '{"beta": 0.5}',
+    "generation_kwargs": '{"suppress_tokens": [0]}',
+    "model_init_kwargs": '{"dtype": "bfloat16"}',
+    "chat_template_kwargs": '{"enable_thinking": false}',
+    "transformers_continuous_batching_config": '{"num_blocks": 64}',
+}
+
 MISSING_BETA = (
     "dro_beta is not set, and it has no default because it depends on the size of your advantages.\n"
     "DRO pushes a token with the force A - dro_beta * l, where A is its advantage and l = log pi - log pi_anchor how "
@@ -227,6 +246,15 @@ def check_numbers(config: Any) -> None:
             raise refusal(name, value, f"it must be {rule.allowed}", f"{name}={rule.example}")
         if value is not None and not isinstance(value, (int, float)):
             setattr(config, name, int(value) if rule.whole else float(value))
+
+
+def check_booleans(config: Any) -> None:
+    """Refuse what is no bool where one is meant: a non-empty text counts as true, "false" among them."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name, None)
+        if hint is bool and not isinstance(value, bool) and name in type(config).__dataclass_fields__:
+            instead = f"{name}={str(value).lower() in ('true', '1', 'yes')}"
+            raise refusal(name, value, "it must be True or False", instead)
 
 
 def number_from_text(value: Any) -> Any:

@@ -81,7 +81,7 @@ def load_yaml(path: str | os.PathLike) -> dict[str, Any]:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """A half-sentence that names the nearest of the known names, empty when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 

@@ -188,18 +188,18 @@ _CANONICAL: dict[str, str] = {}  # the same keys
 
 _NOT_AN_OBJECTIVE = {
     "bypass_mode": (
-        "it is not a loss but a way to wire one up. Pick the objective by its own name, set "
-        'anchor_policy="sampling" to use the log-probs of the inference engine as the anchor, or keep the default '
-        "anchor and correct the mismatch with rollout_is and rollout_rs."
+        "it is not a loss but a way to wire one up. Pick the objective by its own name and write "
+        '`anchor_policy="sampling"` to use the log-probs of the inference engine as the anchor, or keep the default '
+        "anchor with rollout correction, `vllm_importance_sampling_correction=True`."
     ),
     "vespo": (
         "its weight is a function of a sequence's whole importance weight, in which the mismatch of the inference "
         "engine is already contained, so it cannot be separated into an objective, a rollout correction and an "
         "aggregation that are chosen independently. The nearest objectives that work on whole sequences are "
-        '"gspo" and "dro" with level="sequence".'
+        '"gspo" and "dro" with level="sequence". Write policy_loss="gspo", loss_agg_mode="seq-mean-token-mean".'
     ),
     "bnpo": (
-        'it is an aggregation, not an objective: use loss_agg_mode="token-mean" with any objective. The two are '
+        'it is an aggregation, not an objective. Write `loss_agg_mode="token-mean"` with any objective. The two are '
         "equal where a window is one micro-batch on one process; token-mean does not depend on the cut."
     ),
 }
@@ -273,17 +273,20 @@ def resolve_policy_loss(name_or_path: str) -> type:
     """
     _load_catalogue()
     if not isinstance(name_or_path, str):
-        raise ValueError(f"policy_loss={name_or_path!r} must be a string: a registered name or a dotted path.")
+        raise ValueError(
+            f"policy_loss={name_or_path!r} is refused: it must be a string, a registered name or a dotted path. Write "
+            "`policy_loss='dro'` instead."
+        )
     if name_or_path in _CLASSES:
         return _CLASSES[name_or_path]
     if name_or_path in _NOT_AN_OBJECTIVE:
         raise ValueError(f"policy_loss={name_or_path!r} is not available: {_NOT_AN_OBJECTIVE[name_or_path]}")
     if "." in name_or_path:
         return _import_class(name_or_path)
-    known = ", ".join(nearest_first(name_or_path, _CLASSES))
+    known = nearest_first(name_or_path, _CLASSES)
     raise ValueError(
-        f"policy_loss={name_or_path!r} is unknown. Registered, nearest first: {known}. "
-        "A class of your own goes by its dotted path, such as 'my_package.losses.MyLoss'."
+        f"policy_loss={name_or_path!r} is unknown. Registered, nearest first: {', '.join(known)}. Write "
+        f"`policy_loss={known[0]!r}`; a class of your own goes by its dotted path, such as 'my_package.losses.MyLoss'."
     )
 
 
@@ -329,7 +332,10 @@ def get_policy_loss(name: str, /, **params: Any) -> PolicyLoss:
     known = {parameter.name: parameter for parameter in _parameters(cls)}
     for param in params:
         if param not in known:
-            has = f"it has, nearest first: {', '.join(nearest_first(param, known))}" if known else "it has none"
+            near = nearest_first(param, known)
+            has = (
+                f"it has, nearest first: {', '.join(near)}. Write `{near[0]}`" if near else "it has none. Leave it out"
+            )
             raise ValueError(f"policy_loss={name!r} has no parameter {param!r}; {has}.")
     for param, parameter in known.items():
         if parameter.default is parameter.empty and param not in params:

@@ -112,8 +112,8 @@ def load_reward(name: str) -> Reward:
             "`my_rewards.my_function`."
         )
     module_name, _, attribute = name.rpartition(".")
-    if os.getcwd() not in sys.path:  # the `trl-dro` command does not put it there
-        sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:  # last, so that nothing installed is shadowed
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -1,5 +1,7 @@
 """The training script: `trl-dro train --config X.yaml`, or `accelerate launch -m trl_dro.train --config X.yaml`."""
 
+import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ from rich.table import Table
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from .config import DROConfig
+from .config_rules import refusal
 from .parsing import DROParser
+from .policy_loss import nearest_first
 from .tasks import TINY_MODELS
 
 
@@ -82,8 +86,6 @@ class DROScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self) -> None:
-        from .config_rules import refusal
-
         for name, least in (
             ("task_train_size", 1),
             ("task_eval_size", 0),
@@ -95,9 +97,13 @@ class DROScriptArguments(ScriptArguments):
                 raise refusal(name, value, f"it must be a whole number >= {least}", f"{name}={least}")
 
 
-# Turns the quickstart into a run of a pretrained chat model on the same task.
+# Set by `trl-dro train` for the processes it launches.
+EXPECTED_PROCESSES = "TRL_DRO_EXPECTED_PROCESSES"
+
+# Turns the quickstart into a run of a pretrained chat model on the same task, on one GPU.
 HUB_MODEL = (
-    "--model_name_or_path Qwen/Qwen3-0.6B --learning_rate 2e-6 --max_completion_length 32 "
+    "--model_name_or_path Qwen/Qwen3-0.6B --use_cpu false --bf16 true --learning_rate 2e-6 --max_grad_norm 1.0 "
+    "--per_device_train_batch_size 16 --gradient_accumulation_steps 16 --max_completion_length 32 "
     "--chat_template_kwargs '{\"enable_thinking\": false}' --output_dir runs/qwen3"
 )
 
@@ -153,6 +159,14 @@ def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfi
         raise ValueError("reward_funcs is not set. Write `reward_funcs: [accuracy_reward]`, or a dotted path.")
     for name in script.reward_funcs or []:
         load_reward(name)
+    if script.task and script.task_eval_size:
+        config.check_evaluation_batch()
+    if config.anchor_policy == "sampling" and not config.use_vllm:
+        allowed = "it needs an engine that reports log-probs, which is vLLM here"
+        raise refusal("anchor_policy", "sampling", allowed, "use_vllm=True")
+    if model.use_peft and config.sync_ref_model:
+        allowed = "with an adapter the reference is the frozen base model, there is no copy to sync"
+        raise refusal("sync_ref_model", True, allowed, "sync_ref_model=False")
     rewards = len(_reward_names(script)) + bool(script.reward_model_name_or_path)
     if config.reward_weights is not None and len(config.reward_weights) != rewards:
         raise ValueError(
@@ -183,6 +197,7 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
     from .rewards import load_reward
     from .trainer import DROTrainer
 
+    _check_machine(config)
     # transformers warns of names that TRL uses at every generation; nobody here can act on it.
     warnings.filterwarnings("ignore", message=r"`\w*gradient_checkpointing\w*` is deprecated", category=FutureWarning)
     if config.disable_tqdm:
@@ -205,7 +220,8 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
     use_compact_progress(trainer)
     # A resumed run has not loaded its weights yet.
     before = None if config.resume_from_checkpoint else _evaluate(trainer, script.show_completions)
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    checkpoint: str | bool | None = config.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if str(checkpoint).lower() == "true" else checkpoint)
     after = _evaluate(trainer, script.show_completions)
     if before is not None:
         # `train` starts a new history; the score to compare with belongs in it.
@@ -220,6 +236,18 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
         _say_what_next(config, model_args)
     trainer.end()
     return 0
+
+
+def _check_machine(config: DROConfig) -> None:
+    """Refuse what this machine or this launch cannot do, before anything is loaded."""
+    if config.use_vllm and importlib.util.find_spec("vllm") is None:
+        raise refusal("use_vllm", True, "vllm is not installed here", "use_vllm=False")
+    planned = int(os.environ.get(EXPECTED_PROCESSES) or config.world_size)
+    if planned != config.world_size:
+        raise ValueError(
+            f"num_processes={planned} were asked for, {config.world_size} came up. Without a GPU `accelerate launch "
+            "--num_processes` starts one process only. Write `--accelerate_config cpu_ddp` instead."
+        )
 
 
 def _load_model_as_asked(config: DROConfig, model_args: ModelConfig) -> None:
@@ -251,8 +279,8 @@ def _prepare(
             dataset = get_dataset(data)
         else:
             dataset = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-        held_out = dataset[script.dataset_test_split] if config.eval_strategy != "no" else None
-        return dataset[script.dataset_train_split], held_out, None, name
+        held_out = _split(dataset, "dataset_test_split", script) if config.eval_strategy != "no" else None
+        return _split(dataset, "dataset_train_split", script), held_out, None, name
 
     tiny = name in TINY_MODELS
     processor = None
@@ -280,6 +308,14 @@ def _prepare(
     return train_dataset, eval_dataset, AutoTokenizer.from_pretrained(path), path
 
 
+def _split(dataset: Any, field: str, script: DROScriptArguments) -> Any:
+    name = getattr(script, field)
+    if name not in dataset:
+        nearest = nearest_first(name, list(dataset))
+        raise refusal(field, name, f"the dataset has the splits {', '.join(nearest)}", f"{field}={nearest[0]!r}")
+    return dataset[name]
+
+
 def _tiny_model(name: str, train_dataset: "Dataset", held_out: "Dataset", warmup_steps: int, config: DROConfig) -> str:
     """Where the built-in model was saved, made for these rows and warmed up on the training rows.
 
@@ -293,6 +329,7 @@ def _tiny_model(name: str, train_dataset: "Dataset", held_out: "Dataset", warmup
     if processes.is_main_process:
         answers = [entry_from_json(entry)["answer"] for entry in train_dataset["entry"]]
         texts = [*train_dataset["prompt"], *held_out["prompt"], *answers]
+        print(f"Building {name}, with {warmup_steps} supervised steps of warm-up.", flush=True)
         model, tokenizer = build_tiny_model(name, texts, seed=config.seed)
         warm_up(model, tokenizer, train_dataset["prompt"], answers, steps=warmup_steps, seed=config.seed)
         model.save_pretrained(path)
@@ -336,17 +373,28 @@ def _say_what_next(config: DROConfig, model_args: ModelConfig) -> None:
     print(f"\nSaved in {config.output_dir}. What to do next:")
     print(f"  load it          {loader}.from_pretrained({config.output_dir!r})")
     if model_args.model_name_or_path in TINY_MODELS:
-        print(f"  a Hub model      the same command with {HUB_MODEL}")
+        print(f"  a Hub model      on a GPU, the same command with {HUB_MODEL}")
     if config.dro_beta is not None:
         print(
             f"  another beta     the same command with --dro_beta {config.dro_beta * 4:g}, or {config.dro_beta / 4:g}"
         )
 
 
+def parse_loudly(argv: Sequence[str] | None = None, **kwargs: Any) -> Arguments:
+    """`parse`, with the warnings about the configuration as plain lines instead of source locations."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        arguments = parse(argv, **kwargs)
+    for warning in caught:
+        if issubclass(warning.category, (UserWarning, FutureWarning)) and arguments[1].process_index == 0:
+            print(f"warning: {warning.message}", file=sys.stderr)
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `python -m trl_dro.train`. Returns the exit code: 1 for a bad configuration."""
     try:
-        arguments = parse(argv)
+        arguments = parse_loudly(argv)
     except (ValueError, ImportError) as error:
         print(f"trl-dro train: error: {error}", file=sys.stderr)
         return 1

@@ -209,14 +209,7 @@ class DROTrainer(GRPOTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """As in transformers, after a check that every batch holds whole groups of completions."""
-        rows = self.args.per_device_eval_batch_size * self.accelerator.num_processes
-        if rows % self.num_generations_eval:
-            allowed = (
-                f"times {self.accelerator.num_processes} processes it must be a multiple of the "
-                f"{self.num_generations_eval} completions for each prompt (num_generations_eval, or num_generations)"
-            )
-            instead = f"per_device_eval_batch_size={self.num_generations_eval}"
-            raise refusal("per_device_eval_batch_size", self.args.per_device_eval_batch_size, allowed, instead)
+        self.args.check_evaluation_batch()
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
