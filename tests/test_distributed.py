@@ -1,0 +1,134 @@
+"""Two gloo processes train as one does. The file is its own child script: `python -m tests.test_distributed`."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_dro import DROConfig, DROTrainer
+from trl_dro.aggregation import LOSS_AGG_MODES
+
+from .test_trainer import largest_difference, make_trainer, record_inputs, scripted_rollout, weights
+from .tiny import tiny_model
+
+
+ROOT = Path(__file__).parent.parent
+# Sixteen rows make an optimizer step: one process takes them whole, two processes in two micro-batches each.
+GEOMETRIES = {
+    1: {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
+    2: {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+}
+# Sums over tokens or sequences have larger gradients than means.
+RATES = {"token-sum": 0.005, "seq-mean-token-sum": 0.1}
+LOGGED = ("policy_loss", "entropy", "dro/kl_k2", "dro/log_ratio_p50")
+STEPS = 3
+
+
+def half_masked_rollout(prompts: list[str], trainer: DROTrainer) -> dict:
+    """As scripted, with nothing to train on for the prompts that the second of two processes gets."""
+    rollout = scripted_rollout(prompts, trainer)
+    rows = zip(prompts, rollout["completion_ids"], strict=True)
+    return {**rollout, "env_mask": [[int(prompt[0] in "abef")] * len(ids) for prompt, ids in rows]}
+
+
+ROLLOUTS = {"every row trained": scripted_rollout, "one rank masked": half_masked_rollout}
+
+
+def trained(world_size: int, mode: str, rollout: str, output_dir: str) -> DROTrainer:
+    config = DROConfig(
+        output_dir=output_dir,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+        ddp_timeout=60,
+        num_generations=4,
+        max_completion_length=8,
+        shuffle_dataset=False,
+        optim="sgd",
+        learning_rate=RATES.get(mode, 0.5),
+        max_grad_norm=1e6,
+        max_steps=STEPS,
+        num_iterations=2,
+        dro_beta=0.5,
+        loss_agg_mode=mode,
+        **GEOMETRIES[world_size],
+    )
+    trainer = make_trainer(config, model=tiny_model().double(), rollout_func=ROLLOUTS[rollout])
+    assert trainer.accelerator.num_processes == world_size
+    assert world_size == 1 or torch.distributed.get_world_size() == world_size
+    seen = record_inputs(trainer)
+    trainer.train()
+    tokens = sum(int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()) for inputs in seen)
+    is_masked = rollout == "one rank masked" and trainer.accelerator.process_index == 1
+    assert len(seen) == STEPS * config.gradient_accumulation_steps
+    assert (tokens == 0) == is_masked
+    return trainer
+
+
+def main(world_size: int, path: str) -> None:
+    results = {}
+    for mode in LOSS_AGG_MODES:
+        for rollout in ROLLOUTS:
+            with tempfile.TemporaryDirectory() as output_dir:
+                trainer = trained(world_size, mode, rollout, output_dir)
+            if trainer.accelerator.is_main_process:
+                logs = [{name: log[name] for name in LOGGED} for log in trainer.state.log_history[:STEPS]]
+                results[mode, rollout] = {"weights": weights(trainer), "logs": logs}
+    if trainer.accelerator.is_main_process:
+        torch.save(results, path)
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+
+
+def launch(world_size: int, path: Path) -> dict:
+    command = [sys.executable]
+    if world_size > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command += ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
+        command += ["--main_process_port", str(port)]
+    done = subprocess.run(
+        [*command, "-m", "tests.test_distributed", str(world_size), str(path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return torch.load(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[int, dict]:
+    directory = tmp_path_factory.mktemp("distributed")
+    return {world_size: launch(world_size, directory / f"{world_size}.pt") for world_size in GEOMETRIES}
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_two_processes_give_the_weights_and_logs_of_one(runs, mode, rollout):
+    one, two = runs[1][mode, rollout], runs[2][mode, rollout]
+    untrained = dict(tiny_model().double().named_parameters())
+    assert largest_difference(one["weights"], untrained) > 1e-3
+    # Qwen3's norms and rotary angles are float32 even in a float64 model, hence not 1e-10.
+    assert largest_difference(one["weights"], two["weights"]) < 1e-7
+    for expected, logged in zip(one["logs"], two["logs"], strict=True):
+        assert logged == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    # The second pass over a batch is away from its anchor, so that its distance is more than rounding.
+    assert one["logs"][1]["dro/kl_k2"] > 1e-6
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
