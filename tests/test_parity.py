@@ -40,7 +40,7 @@ LOSSES = {
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.05},
-    "sapo": {"loss_type": "sapo"},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.25},  # exact in float32, to which TRL rounds it
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.01},
 }
