@@ -12,29 +12,15 @@ import pytest
 
 from trl_dro import DROConfig
 
+from .tiny import FAST
+
 
 @pytest.fixture
 def make_config(tmp_path):
     """A DROConfig for a few fast steps on a CPU; keyword arguments override."""
 
     def make(**overrides) -> DROConfig:
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 8,
-            "max_steps": 4,
-            "learning_rate": 1e-2,
-            "dro_beta": 0.5,
-            "num_iterations": 2,
-        }
+        settings = {"output_dir": str(tmp_path / "run"), **FAST, "learning_rate": 1e-2, "dro_beta": 0.5}
         return DROConfig(**{**settings, **overrides})
 
     return make

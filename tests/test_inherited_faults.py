@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_dro import DROConfig, DROTrainer
 
-from .tiny import CHARACTERS, length_reward, prompts, tiny_model, tiny_tokenizer
+from .tiny import CHARACTERS, FAST, length_reward, prompts, tiny_model, tiny_tokenizer
 
 
 def scripted(prompts, trainer) -> dict:
@@ -41,23 +41,8 @@ def build(tmp_path, monkeypatch):
         tokenizer=None,
         **kwargs,
     ):
-        base = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "bf16": False,
-            "activation_checkpointing": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 2,
-            "learning_rate": 1e-2,
-            "num_iterations": 2,
-            **(settings or {}),
-        }
+        short = {"max_completion_length": 6, "max_steps": 2, "learning_rate": 1e-2}
+        base = {"output_dir": str(tmp_path / "run"), **FAST, **short, **(settings or {})}
         args = DROConfig(dro_beta=0.5, **base) if trainer_class is DROTrainer else GRPOConfig(**base)
         return trainer_class(
             model=model if model is not None else tiny_model(),

@@ -13,26 +13,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_dro import DROConfig, DROTrainer
 
-from .tiny import CHARACTERS, length_reward, prompts, tiny_model, tiny_tokenizer
+from .tiny import CHARACTERS, FAST, length_reward, prompts, tiny_model, tiny_tokenizer
 
 
-GEOMETRY = {
-    "use_cpu": True,
-    "bf16": False,
-    "activation_checkpointing": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "max_steps": 4,
-    "learning_rate": 1.0,
-    "optim": "sgd",
-    "num_iterations": 2,
-    "model_init_kwargs": {"dtype": torch.float64},
-}
+GEOMETRY = {**FAST, "learning_rate": 1.0, "optim": "sgd", "model_init_kwargs": {"dtype": torch.float64}}
 
 LOSSES = {
     "dapo": {"loss_type": "dapo"},

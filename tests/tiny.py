@@ -6,6 +6,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
+# A few fast steps on a CPU, for either trainer.
+FAST = {
+    "use_cpu": True,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": 4,
+    "num_iterations": 2,
+}
+
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz=? "
 
 

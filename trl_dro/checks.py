@@ -11,25 +11,39 @@ from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from .config import DROConfig
-from .config_rules import is_number, refusal
+from .config_rules import MISSING_BETA, is_number, refusal
 
 
 # Names under which the trainer itself passes something to reward functions.
 RESERVED_COLUMNS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "environments")
 
 
-def check_output_dir(path: str | None) -> None:
-    """Refuse an output directory that cannot be written, before hours of training end in it.
+def check_args(args: Any, *, has_rollout_func: bool) -> DROConfig:
+    """Refuse a configuration that is none of ours, or that this trainer cannot carry out.
 
     Raises:
-        ValueError: it cannot be made, or no file can be written into it.
+        ValueError: `args` is missing or not a `DROConfig`, nothing reports the log-probs that it anchors to, or its
+            output directory cannot be written.
     """
+    if args is None:
+        raise ValueError(f"DROTrainer needs `args=DROConfig(...)`. {MISSING_BETA}")
+    if not isinstance(args, DROConfig):
+        raise ValueError(
+            f"args is a {type(args).__name__}, DROTrainer takes a DROConfig. Write "
+            "`args=DROConfig.from_grpo_config(args, dro_beta=0.5)`."
+        )
+    if args.anchor_policy == "sampling" and not args.use_vllm and not has_rollout_func:
+        allowed = "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
+        raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
     try:
-        os.makedirs(str(path), exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        os.makedirs(str(args.output_dir), exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.output_dir):
             pass
     except OSError as error:
-        raise refusal("output_dir", path, f"it cannot be written ({error})", "output_dir='runs/mine'") from error
+        raise refusal(
+            "output_dir", args.output_dir, f"it cannot be written ({error})", "output_dir='runs/mine'"
+        ) from error
+    return args
 
 
 def check_datasets(args: DROConfig, train_dataset: Any, eval_dataset: Any, *, has_environment: bool) -> None:

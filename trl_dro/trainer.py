@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import GRPOTrainer
 
 from .aggregation import aggregate_loss
-from .checks import check_datasets, check_output_dir, checked_rewards
+from .checks import check_args, check_datasets, checked_rewards
 from .config import DROConfig
-from .config_rules import MISSING_BETA, refusal
+from .config_rules import refusal
 from .masking import masked_mean
 from .metrics import MetricAccumulator, add_log_ratio_metrics
 from .models import (
@@ -145,19 +145,7 @@ class DROTrainer(GRPOTrainer):
         rollout_func: Callable[..., dict[str, Any]] | None = None,
         environment_factory: Any = None,
     ):
-        if args is None:
-            raise ValueError(f"DROTrainer needs `args=DROConfig(...)`. {MISSING_BETA}")
-        if not isinstance(args, DROConfig):
-            raise ValueError(
-                f"args is a {type(args).__name__}, DROTrainer takes a DROConfig. Write "
-                "`args=DROConfig.from_grpo_config(args, dro_beta=0.5)`."
-            )
-        if args.anchor_policy == "sampling" and not args.use_vllm and rollout_func is None:
-            allowed = (
-                "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
-            )
-            raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
-        check_output_dir(args.output_dir)
+        args = check_args(args, has_rollout_func=rollout_func is not None)
         check_reference(model, args, peft_config)
         check_datasets(args, train_dataset, eval_dataset, has_environment=environment_factory is not None)
         self.policy_loss = args.build_policy_loss()

@@ -113,9 +113,23 @@ class CISPO:
         return PolicyLossOutput(loss, {"cispo_clip_ratio": (ratio > upper) & (advantages > 0)})
 
 
+@dataclass(frozen=True, kw_only=True)
+class _DPPO:
+    """The parameters of both trust regions in probability space."""
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    ratio_max: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon_low", "epsilon_high"):
+            check(self, name, lambda v: v >= 0, "a finite number >= 0, a bound of the divergence", f"{name}=0.2")
+        check(self, "ratio_max", lambda v: v > 0, "a finite number > 0", "ratio_max=20.0")
+
+
 @register_policy_loss("dppo_tv")
 @dataclass(frozen=True, kw_only=True)
-class DPPOTV:
+class DPPOTV(_DPPO):
     """Policy gradient inside a trust region in total variation, estimated on the sampled token.
 
         -sg(min(r, ratio_max)) A logp where p - p_old <= epsilon_high (A > 0) or >= -epsilon_low (A <= 0), else 0
@@ -137,13 +151,6 @@ class DPPOTV:
         ValueError: a parameter is not allowed.
     """
 
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    ratio_max: float = 20.0
-
-    def __post_init__(self) -> None:
-        _check_dppo(self)
-
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossOutput:
         gain = (inputs.per_token_logps.exp() - inputs.old_per_token_logps.exp()).detach()
         inside = torch.where(inputs.advantages > 0, gain <= self.epsilon_high, gain >= -self.epsilon_low)
@@ -152,7 +159,7 @@ class DPPOTV:
 
 @register_policy_loss("dppo_kl")
 @dataclass(frozen=True, kw_only=True)
-class DPPOKL:
+class DPPOKL(_DPPO):
     """Policy gradient inside a trust region in KL divergence, estimated on "the sampled token or any other".
 
         -sg(min(r, ratio_max)) A logp where KL <= epsilon, or the step leads back towards p_old; else 0
@@ -177,13 +184,6 @@ class DPPOKL:
         ValueError: a parameter is not allowed.
     """
 
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    ratio_max: float = 20.0
-
-    def __post_init__(self) -> None:
-        _check_dppo(self)
-
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossOutput:
         logps, old_logps = inputs.per_token_logps.detach(), inputs.old_per_token_logps
         prob, old_prob = logps.exp(), old_logps.exp()
@@ -202,9 +202,3 @@ def _trust_region_output(inputs: PolicyLossInputs, inside: torch.Tensor, ratio_m
     weight = inputs.ratio.detach().clamp(max=ratio_max)
     loss = torch.where(inside, -weight * inputs.advantages * inputs.per_token_logps, 0.0)
     return PolicyLossOutput(loss, {"dppo/masked_ratio": ~inside})
-
-
-def _check_dppo(loss: DPPOTV | DPPOKL) -> None:
-    for name in ("epsilon_low", "epsilon_high"):
-        check(loss, name, lambda v: v >= 0, "a finite number >= 0, a bound of the divergence", f"{name}=0.2")
-    check(loss, "ratio_max", lambda v: v > 0, "a finite number > 0", "ratio_max=20.0")
