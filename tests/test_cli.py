@@ -218,6 +218,13 @@ def test_train_without_launcher_options_runs_in_this_process(config, tmp_path, c
     assert (tmp_path / "run" / "tokenizer.json").is_file()
 
 
+def test_a_tiny_model_trains_without_held_out_rows(config, capsys):
+    assert exit_code("train", "--config", config(task_eval_size=0)) == 0
+    out = capsys.readouterr().out
+    assert "step 2/2 |" in out
+    assert "held-out" not in out
+
+
 def launched(monkeypatch, *argv: str) -> argparse.Namespace:
     """The arguments that `accelerate launch` would get."""
     seen: list[argparse.Namespace] = []

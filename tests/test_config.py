@@ -56,6 +56,12 @@ BAD = [
     ({"model_init_kwargs": "{bad"}, "model_init_kwargs", ["'{bad'", "dict"]),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs", ["[1]", "dict"]),
     ({"sync_ref_model": "false"}, "sync_ref_model", ["'false'", "True or False", "sync_ref_model=False"]),
+    ({"bf16": "false"}, "bf16", ["'false'", "True or False or None", "bf16=False"]),
+    (
+        {"gradient_checkpointing": False, "activation_checkpointing": True},
+        "gradient_checkpointing",
+        ["activation_checkpointing=False"],
+    ),
     ({"mask_truncated_completions": "no"}, "mask_truncated_completions", ["'no'", "mask_truncated_completions=False"]),
     ({"policy_loss": "ppo_clip", "dro_beta": None, "dro_level": "sequence"}, "dro_level", ["policy_loss='dro'"]),
     (
@@ -321,6 +327,19 @@ def test_numbers_of_numpy_become_pythons():
     assert (type(config.dro_beta), type(config.num_iterations)) == (float, int)
     assert config.reward_weights == [0.1, 2.0]
     assert json.loads(config.to_json_string())["dro_beta"] == 0.5
+
+
+def test_a_config_dumps_to_plain_yaml():
+    config = DROConfig(**CPU, dro_beta=0.5, num_iterations=2)
+    sizes = {"steps_per_generation": config.steps_per_generation, "batch": config.generation_batch_size}
+    for dump in (yaml.dump, yaml.safe_dump):
+        assert yaml.safe_load(dump(sizes)) == {"steps_per_generation": 1, "batch": 8}
+
+
+def test_the_old_name_of_activation_checkpointing_can_be_overridden_in_a_translation():
+    source = GRPOConfig(**CPU, activation_checkpointing=False, scale_rewards="none", num_iterations=2)
+    config = DROConfig.from_grpo_config(source, dro_beta=0.5, gradient_checkpointing=True)
+    assert config.activation_checkpointing is True
 
 
 def test_the_objective_is_built_from_either_way_of_giving_its_parameters():

@@ -6,6 +6,7 @@ When one of the `GRPOTrainer` tests fails, TRL has mended it, and what closes it
 import math
 import re
 
+import numpy
 import pytest
 import torch
 from datasets import Dataset
@@ -13,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_dro import DROConfig, DROTrainer
+from trl_dro.models import add_reference_adapter, count_positions_from_the_mask
 
 from .tiny import CHARACTERS, FAST, length_reward, prompts, tiny_model, tiny_tokenizer
 
@@ -68,6 +70,12 @@ def test_trl_trains_nothing_on_a_small_dataset_and_says_nothing(build):
 def test_a_dataset_smaller_than_one_generation_batch_is_refused(build):
     with pytest.raises(ValueError, match=r"train_dataset has 1 rows, one generation batch takes 2 prompts"):
         build(DROTrainer, train_dataset=prompts(1))
+
+
+def test_a_stream_that_ends_before_the_first_step_is_an_error(build):
+    trainer = build(DROTrainer, train_dataset=prompts(1).to_iterable_dataset())
+    with pytest.raises(ValueError, match="ended before its first optimizer step: one takes 8 completions"):
+        trainer.train()
 
 
 # Rewards
@@ -126,6 +134,43 @@ def test_async_rewards_and_rewards_of_a_class_are_checked_too(build):
     for reward, name in ((async_infinite, "async_infinite"), (Judge(), "Judge")):
         with pytest.raises(ValueError, match=f"reward function '{name}' at step 0 returned"):
             build(DROTrainer, reward_funcs=[reward]).train()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda values: torch.tensor(values),
+        lambda values: torch.tensor(values)[:, None],
+        lambda values: numpy.array(values),
+        lambda values: [torch.tensor(value) for value in values],
+        lambda values: [numpy.bool_(value > 0) for value in values],
+        lambda values: tuple(values),
+        lambda values: (value for value in values),
+    ],
+    ids=["tensor", "column", "array", "list of tensors", "list of numpy bools", "tuple", "generator"],
+)
+def test_rewards_in_any_usual_shape_are_taken_as_trl_takes_them(build, shape):
+    def reward(completions, **_):
+        return shape([float(index % 3) for index in range(len(completions))])
+
+    trainer = build(DROTrainer, reward_funcs=reward)
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] > 0
+
+
+def test_a_reward_too_large_for_float32_is_refused(build):
+    trainer = build(DROTrainer, reward_funcs=lambda completions, **_: [1e300] * len(completions))
+    with pytest.raises(ValueError, match=r"returned 1e\+300 for row 0. Return a finite number of at most 1e\+30"):
+        trainer.train()
+
+
+def test_an_infinite_reward_of_a_reward_model_is_refused_with_its_row(build, monkeypatch):
+    def scores(self, inputs, prompts, completions, completion_ids_list):
+        return torch.tensor([[0.0], [math.inf], *[[1.0]] * (len(prompts) - 2)])
+
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", scores)
+    with pytest.raises(ValueError, match="reward 'length_reward' is infinite for row 1 at step 0"):
+        build(DROTrainer).train()
 
 
 def test_none_still_means_that_a_reward_does_not_apply(build):
@@ -187,6 +232,16 @@ def test_an_empty_completion_trains_as_one_end_of_sequence(build, anchor):
     trainer.train()
     assert trainer.state.log_history[0]["completions/min_length"] == 1.0
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_rollouts_of_arrays_train_as_in_trl(build):
+    def arrays(prompts, trainer):
+        output = scripted(prompts, trainer)
+        return {**output, "completion_ids": [numpy.array(row) for row in output["completion_ids"]]}
+
+    trainer = build(DROTrainer, rollout_func=arrays)
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def test_an_engine_that_returns_nothing_for_a_prompt_trains_too(build, monkeypatch):
@@ -275,6 +330,14 @@ def test_a_gpt2_adapter_scores_independently_of_left_padding_too(build):
     torch.testing.assert_close(padded, bare)
 
 
+def test_models_with_rotary_positions_and_multimodal_ones_get_no_position_ids(build):
+    from .test_vlm import tiny_vlm
+
+    for model in (tiny_model(), tiny_vlm()):
+        count_positions_from_the_mask(model)
+        assert not model._forward_pre_hooks
+
+
 # Named adapters
 
 
@@ -296,6 +359,40 @@ def test_an_adapter_of_any_name_has_its_own_copy_as_reference(build):
     history = trainer.state.log_history
     assert history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert history[1]["kl"] > 0.0
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": ["q_proj"], "use_dora": True},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_the_reference_of_an_adapter_gives_the_same_logits(targets):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **targets)
+    model = peft.get_peft_model(tiny_model(), config, adapter_name="mine").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "mine" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        ids = torch.tensor([[4, 5, 6, 7]])
+        expected = model(ids).logits
+        add_reference_adapter(model)
+        torch.testing.assert_close(model(ids).logits, expected)
+        model.set_adapter("ref")
+        torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_two_active_adapters_are_refused_as_having_no_single_reference(build):
+    model = named_adapter()
+    model.add_adapter("other", model.peft_config["mine"])
+    model.base_model.set_adapter(["mine", "other"])
+    with pytest.raises(ValueError, match=r"\['mine', 'other'\] active"):
+        build(DROTrainer, model=model, settings={"beta": 0.1})
 
 
 # Resuming in a later epoch

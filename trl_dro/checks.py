@@ -4,7 +4,7 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,10 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from .config import DROConfig
 from .config_rules import MISSING_BETA, is_number, refusal
 
+
+# Rewards become float32, and a group's are added up.
+LARGEST_REWARD = 1e30
+RANGE_HINT = f"Return a finite number of at most {LARGEST_REWARD:g} in size, or None."
 
 # Names under which the trainer itself passes something to reward functions.
 RESERVED_COLUMNS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "environments")
@@ -56,7 +60,7 @@ def check_datasets(args: DROConfig, train_dataset: Any, eval_dataset: Any, *, ha
     for name, dataset in {"train_dataset": train_dataset, **held_out}.items():
         columns = getattr(dataset, "column_names", None)
         if isinstance(columns, list):  # a stream may not know its columns
-            _check_columns(name, columns, has_environment)
+            check_columns(name, columns, has_environment)
     needed = args.batch_plan().prompts_per_generation
     if isinstance(train_dataset, Sized) and len(train_dataset) < needed:
         plan = args.batch_plan()
@@ -67,7 +71,8 @@ def check_datasets(args: DROConfig, train_dataset: Any, eval_dataset: Any, *, ha
         )
 
 
-def _check_columns(name: str, columns: list[str], has_environment: bool) -> None:
+def check_columns(name: str, columns: list[str], has_environment: bool) -> None:
+    """Refuse a dataset without prompts, or with a column whose name the trainer uses otherwise."""
     if "prompt" not in columns and not has_environment:
         raise ValueError(
             f"{name} has no column 'prompt' (it has: {', '.join(columns)}). Write "
@@ -131,26 +136,33 @@ def _step(kwargs: dict[str, Any]) -> Any:
 def _check_rewards(name: str, rewards: Any, kwargs: dict[str, Any]) -> list[float | None]:
     where = f"reward function {name!r} at step {_step(kwargs)}"
     completions = kwargs["completions"]
-    if hasattr(rewards, "tolist"):  # arrays and tensors
-        rewards = rewards.tolist()
-    if not isinstance(rewards, (list, tuple)):
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise ValueError(
             f"{where} returned {rewards!r}: it must return a list of {len(completions)} numbers, one for each "
             "completion (None where it does not apply)."
         )
+    rewards = [_plain(reward) for reward in rewards]
     if len(rewards) != len(completions):
         raise ValueError(
             f"{where} returned {len(rewards)} rewards for {len(completions)} completions: it must return one for each."
         )
     for row, reward in enumerate(rewards):
-        if reward is None or is_number(reward) or isinstance(reward, bool):
+        if reward is None or isinstance(reward, bool) or (is_number(reward) and abs(reward) <= LARGEST_REWARD):
             continue
-        hint = "Return None where a reward does not apply." if _is_nan(reward) else "Return a finite number, or None."
+        hint = "Return None where a reward does not apply." if _is_nan(reward) else RANGE_HINT
         raise ValueError(
             f"{where} returned {reward!r} for row {row}. {hint} Prompt: {_short(kwargs['prompts'][row])}. "
             f"Completion: {_short(completions[row])}."
         )
     return [None if reward is None else float(reward) for reward in rewards]
+
+
+def _plain(reward: Any) -> Any:
+    """The number inside an array or tensor of one element; anything else as it is."""
+    try:
+        return reward.item()
+    except (AttributeError, RuntimeError, ValueError):  # not an array, or one of several elements
+        return reward
 
 
 def _is_nan(reward: Any) -> bool:

@@ -83,10 +83,13 @@ def train(argv: list[str]) -> int:
             traceback.print_exc()
             return 1
     launch_args = _parse_launch_options("trl-dro train", launch, own)
-    with _environment_restored():  # a config leaves variables behind that the launched processes set themselves
+    # A config leaves variables behind that the launched processes set themselves, and they will warn.
+    with _environment_restored(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         parse(own, prog="trl-dro train", config_class=_config_for(_world_size(launch_args)))
     with _environment_restored():
-        os.environ[EXPECTED_PROCESSES] = str(_world_size(launch_args))
+        if launch_args.num_processes or launch_args.config_file:  # else accelerate counts the devices
+            os.environ[EXPECTED_PROCESSES] = str(_world_size(launch_args))
         return _launch(launch_args)
 
 

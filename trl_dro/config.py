@@ -4,8 +4,9 @@ import json
 import os
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, cast, get_type_hints
 
 from trl import GRPOConfig
 
@@ -127,7 +128,7 @@ class DROConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         self._parse_json_fields()
-        check_booleans(self)
+        check_booleans(self, _boolean_fields())
         self._refuse_replaced_knobs()
         check_dro_beta(self.dro_beta)
         self.dro_beta = None if self.dro_beta is None else float(self.dro_beta)
@@ -143,6 +144,9 @@ class DROConfig(GRPOConfig):
         self._resolve_batch_geometry()
         if self.vllm_importance_sampling_correction is None:
             self.vllm_importance_sampling_correction = self.anchor_policy != "sampling"
+        if self.activation_checkpointing and not self.gradient_checkpointing:
+            allowed = "activation_checkpointing=True, its new name, says otherwise"
+            raise refusal("gradient_checkpointing", False, allowed, "activation_checkpointing=False")
         # transformers calls these two deprecated aliases, yet TRL sets one by default: every config would warn.
         if self.activation_checkpointing is None:
             self.activation_checkpointing = self.gradient_checkpointing
@@ -474,6 +478,14 @@ class DROConfig(GRPOConfig):
             if idle and not getattr(self, switch):
                 written = ", ".join(f"{name}={getattr(self, name)!r}" for name in idle)
                 warnings.warn(f"{written} has no effect without {switch}=True.", stacklevel=5)
+
+
+@cache
+def _boolean_fields() -> dict[str, bool]:
+    """Fields that hold a bool, and whether they may be None."""
+    hints = get_type_hints(DROConfig)
+    kinds = {field.name: hints[field.name] for field in fields(DROConfig) if field.init}
+    return {name: kind != bool for name, kind in kinds.items() if kind in (bool, bool | None)}  # noqa: E721
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

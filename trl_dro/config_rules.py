@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, get_type_hints
+from typing import Any
+
+import yaml
 
 from .aggregation import LOSS_AGG_MODES
 
@@ -32,6 +34,10 @@ def _is_whole(value: Any) -> bool:
 
 class DerivedInt(int):
     """A batch size that was computed, not given: `dataclasses.replace` computes it anew for the copy."""
+
+
+for _representer in (yaml.representer.SafeRepresenter, yaml.representer.Representer):
+    _representer.add_representer(DerivedInt, lambda dumper, value: dumper.represent_int(int(value)))
 
 
 class Number:
@@ -248,13 +254,17 @@ def check_numbers(config: Any) -> None:
             setattr(config, name, int(value) if rule.whole else float(value))
 
 
-def check_booleans(config: Any) -> None:
-    """Refuse what is no bool where one is meant: a non-empty text counts as true, "false" among them."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name, None)
-        if hint is bool and not isinstance(value, bool) and name in type(config).__dataclass_fields__:
+def check_booleans(config: Any, names: dict[str, bool]) -> None:
+    """Refuse what is no bool where one is meant: a non-empty text counts as true, "false" among them.
+
+    Args:
+        names: the fields, and whether None is allowed.
+    """
+    for name, optional in names.items():
+        value = getattr(config, name)
+        if not isinstance(value, bool) and not (optional and value is None):
             instead = f"{name}={str(value).lower() in ('true', '1', 'yes')}"
-            raise refusal(name, value, "it must be True or False", instead)
+            raise refusal(name, value, f"it must be True or False{' or None' if optional else ''}", instead)
 
 
 def number_from_text(value: Any) -> Any:

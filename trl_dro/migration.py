@@ -60,6 +60,8 @@ def grpo_fields(target: type, cfg: GRPOConfig, *, dro_beta: float | None, **over
     if overrides.get("anchor_policy") == "sampling":
         # In the source this is TRL's default rather than a wish.
         fields["vllm_importance_sampling_correction"] = None
+    if "gradient_checkpointing" in overrides and "activation_checkpointing" not in overrides:
+        fields["activation_checkpointing"] = None  # the old name of the same, which the source has filled in
     # A batch geometry that TRL derived is derived again, so that it follows what is overridden.
     fields["generation_batch_size"] = None
     if cfg.steps_per_generation == cfg.gradient_accumulation_steps or "generation_batch_size" in overrides:

@@ -40,13 +40,28 @@ def add_reference_adapter(model: "PeftModel") -> None:
     """Add a frozen copy of the active adapter, named `ref`: the reference of an adapter that is trained further.
 
     TRL does this for an adapter named `default`, and fails for any other name.
+
+    Raises:
+        ValueError: there is no single adapter to copy, or one that peft cannot hold twice.
     """
-    name = model.active_adapter
-    model.add_adapter("ref", model.peft_config[name])
-    copies = dict(model.named_parameters())
-    for path, parameter in model.named_parameters():
-        if f".{name}." in path:
-            copies[path.replace(f".{name}.", ".ref.")].data.copy_(parameter.data)
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    names = list(model.active_adapters)
+    if len(names) != 1 or "ref" in model.peft_config:
+        raise ValueError(
+            f"The reference of an adapter is a copy of it named 'ref', but the adapters here are "
+            f"{list(model.peft_config)} with {names} active. Write `model.set_adapter(...)` with the one to train, and "
+            "rename one called 'ref'."
+        )
+    try:
+        model.add_adapter("ref", model.peft_config[names[0]])
+    except ValueError as error:
+        raise ValueError(
+            f"peft cannot hold a second copy of the adapter {names[0]!r} as its reference ({error}). Write `beta=0.0` "
+            "and anchor_policy='old', or merge the adapter and pass a fresh `peft_config`."
+        ) from error
+    state = get_peft_model_state_dict(model, adapter_name=names[0], save_embedding_layers=False)
+    set_peft_model_state_dict(model, state, adapter_name="ref")
 
 
 def disable_functional_dropout(model: nn.Module) -> None:
@@ -65,8 +80,10 @@ def count_positions_from_the_mask(model: nn.Module) -> None:
     positions do not care where counting starts, and stay as they are.
     """
     base: Any = cast(Any, model).get_base_model() if is_peft_model(model) else model
+    # A multimodal model makes its own, with more than one axis.
+    multimodal = base.config.get_text_config() is not base.config
     rotary = any(hasattr(base.config, name) for name in ("rope_parameters", "rope_theta", "rotary_dim", "alibi"))
-    if rotary or "position_ids" not in inspect.signature(type(base).forward).parameters:
+    if multimodal or rotary or "position_ids" not in inspect.signature(type(base).forward).parameters:
         return
 
     def add_position_ids(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

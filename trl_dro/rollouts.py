@@ -27,11 +27,11 @@ class ResumableSampler(Sampler):
 
 def fill_empty(completion_ids: list[list[int]], logprobs: Any, eos: int) -> tuple[list[list[int]], Any]:
     """Give an empty completion the end-of-sequence token that the engine left out; TRL cannot index an empty one."""
-    if all(completion_ids):
+    if all(len(ids) for ids in completion_ids):
         return completion_ids, logprobs
     if logprobs is not None:
-        logprobs = [list(row) if ids else [math.nan] for ids, row in zip(completion_ids, logprobs, strict=True)]
-    return [list(ids) if ids else [eos] for ids in completion_ids], logprobs
+        logprobs = [list(row) if len(ids) else [math.nan] for ids, row in zip(completion_ids, logprobs, strict=True)]
+    return [list(ids) if len(ids) else [eos] for ids in completion_ids], logprobs
 
 
 def without_empty_completions(rollout_func: Callable[..., dict[str, Any]] | None) -> Any:
@@ -41,10 +41,12 @@ def without_empty_completions(rollout_func: Callable[..., dict[str, Any]] | None
 
     def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
         output = dict(rollout_func(prompts, trainer))
-        if not all(output.get("completion_ids", [True])):
-            ids = output["completion_ids"]
+        ids = output.get("completion_ids", [])
+        if not all(len(row) for row in ids):
             if output.get("env_mask") is not None:
-                output["env_mask"] = [mask if row else [1] for row, mask in zip(ids, output["env_mask"], strict=True)]
+                output["env_mask"] = [
+                    mask if len(row) else [1] for row, mask in zip(ids, output["env_mask"], strict=True)
+                ]
             filled = fill_empty(ids, output.get("logprobs"), trainer.eos_token_ids[0])
             output["completion_ids"], output["logprobs"] = filled
         return output

@@ -220,8 +220,8 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
     use_compact_progress(trainer)
     # A resumed run has not loaded its weights yet.
     before = None if config.resume_from_checkpoint else _evaluate(trainer, script.show_completions)
-    checkpoint: str | bool | None = config.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if str(checkpoint).lower() == "true" else checkpoint)
+    checkpoint = config.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(checkpoint).lower(), checkpoint))
     after = _evaluate(trainer, script.show_completions)
     if before is not None:
         # `train` starts a new history; the score to compare with belongs in it.
@@ -328,7 +328,8 @@ def _tiny_model(name: str, train_dataset: "Dataset", held_out: "Dataset", warmup
     processes = PartialState()
     if processes.is_main_process:
         answers = [entry_from_json(entry)["answer"] for entry in train_dataset["entry"]]
-        texts = [*train_dataset["prompt"], *held_out["prompt"], *answers]
+        held_out_prompts = held_out["prompt"] if len(held_out) else []
+        texts = [*train_dataset["prompt"], *held_out_prompts, *answers]
         print(f"Building {name}, with {warmup_steps} supervised steps of warm-up.", flush=True)
         model, tokenizer = build_tiny_model(name, texts, seed=config.seed)
         warm_up(model, tokenizer, train_dataset["prompt"], answers, steps=warmup_steps, seed=config.seed)

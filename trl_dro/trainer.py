@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import GRPOTrainer
 
 from .aggregation import aggregate_loss
-from .checks import check_args, check_datasets, checked_rewards
+from .checks import check_args, check_columns, check_datasets, checked_rewards
 from .config import DROConfig
 from .config_rules import refusal
 from .masking import masked_mean
@@ -44,6 +44,7 @@ PRIVATE_NAMES = {
     "GRPOTrainer._prepare_inputs": "extended: plans the window, generates what it needs, attaches its counts",
     "GRPOTrainer._generate_and_score_completions": "extended: decides which policies are scored",
     "GRPOTrainer._get_train_sampler": "extended: a resumed run continues its epoch",
+    "GRPOTrainer._calculate_rewards": "extended: infinite rewards are refused",
     "GRPOTrainer._generate_single_turn": "extended: empty completions, precision and mode of continuous batching",
     "GRPOTrainer._get_per_token_logps_and_entropies": "called: log-probs of the micro-batch",
     "GRPOTrainer._step": "read: micro-steps so far",
@@ -198,7 +199,21 @@ class DROTrainer(GRPOTrainer):
     ) -> dict[str, float]:
         """As in transformers, after a check that every batch holds whole groups of completions."""
         self.args.check_evaluation_batch()
+        columns = getattr(eval_dataset, "column_names", None)
+        if isinstance(columns, list):
+            check_columns("eval_dataset", columns, self.environment_factories is not None)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Also what reward models and environments give, which no wrapper has seen, must be finite."""
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        if rewards.isinf().any():
+            row, function = rewards.isinf().nonzero()[0].tolist()
+            raise ValueError(
+                f"reward {self.reward_func_names[function]!r} is infinite for row {row} at step "
+                f"{self.state.global_step}: it must be finite."
+            )
+        return rewards
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
         training = self.model.training
@@ -216,7 +231,14 @@ class DROTrainer(GRPOTrainer):
         self._blocks, self._window_batches, self._buffered_inputs = {}, [], None
         self._step += -self._step % self.args.batch_plan().micro_steps_per_generation
         self._accumulators["train"] = MetricAccumulator()
-        return super().train(*args, **kwargs)
+        result = super().train(*args, **kwargs)
+        if self.state.global_step == 0:
+            raise ValueError(
+                "train_dataset ended before its first optimizer step: one takes "
+                f"{self.args.batch_plan().rows_per_window} completions. Write a smaller per_device_train_batch_size "
+                "or gradient_accumulation_steps, or give more rows."
+            )
+        return result
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
