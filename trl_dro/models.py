@@ -50,8 +50,8 @@ def add_reference_adapter(model: "PeftModel") -> None:
     if len(names) != 1 or "ref" in model.peft_config:
         raise ValueError(
             f"The reference of an adapter is a copy of it named 'ref', but the adapters here are "
-            f"{list(model.peft_config)} with {names} active. Write `model.set_adapter(...)` with the one to train, and "
-            "rename one called 'ref'."
+            f"{list(model.peft_config)} with {names} active. Write `model.set_adapter(...)` with the one to train, "
+            "and rename one called 'ref'."
         )
     try:
         model.add_adapter("ref", model.peft_config[names[0]])
