@@ -58,9 +58,7 @@ def check_datasets(args: DROConfig, train_dataset: Any, eval_dataset: Any, *, ha
     """
     held_out = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     for name, dataset in {"train_dataset": train_dataset, **held_out}.items():
-        columns = getattr(dataset, "column_names", None)
-        if isinstance(columns, list):  # a stream may not know its columns
-            check_columns(name, columns, has_environment)
+        check_columns(name, dataset, has_environment=has_environment)
     needed = args.batch_plan().prompts_per_generation
     if isinstance(train_dataset, Sized) and len(train_dataset) < needed:
         plan = args.batch_plan()
@@ -71,8 +69,11 @@ def check_datasets(args: DROConfig, train_dataset: Any, eval_dataset: Any, *, ha
         )
 
 
-def check_columns(name: str, columns: list[str], has_environment: bool) -> None:
+def check_columns(name: str, dataset: Any, *, has_environment: bool) -> None:
     """Refuse a dataset without prompts, or with a column whose name the trainer uses otherwise."""
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list):  # no dataset, or a stream that does not know its columns
+        return
     if "prompt" not in columns and not has_environment:
         raise ValueError(
             f"{name} has no column 'prompt' (it has: {', '.join(columns)}). Write "

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
 import yaml
 
 from .aggregation import LOSS_AGG_MODES
+from .policy_loss import nearest_first
 
 
 ANCHOR_POLICIES = ("old", "sampling", "reference")
@@ -280,7 +280,7 @@ def check_choices(config: Any) -> None:
         value = getattr(config, name)
         if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
             names = [choice for choice in choices if isinstance(choice, str)]
-            nearest = get_close_matches(str(value), names, n=1, cutoff=0.0)[0]
+            nearest = nearest_first(str(value), names)[0]
             allowed = "it must be one of " + ", ".join(repr(choice) for choice in choices)
             raise refusal(name, value, allowed, f"{name}={nearest!r}")
 

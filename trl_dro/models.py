@@ -19,6 +19,17 @@ def is_adapter_model(model: Any) -> bool:
     return not isinstance(model, str) and is_peft_model(model)
 
 
+def check_sync_with_adapter(args: DROConfig) -> None:
+    """Refuse to sync the reference model of an adapter.
+
+    Raises:
+        ValueError: `sync_ref_model` is set.
+    """
+    if args.sync_ref_model:
+        allowed = "with an adapter the reference is the frozen base model, there is no copy to sync"
+        raise refusal("sync_ref_model", True, allowed, "sync_ref_model=False")
+
+
 def check_reference(model: Any, args: DROConfig, peft_config: Any) -> None:
     """Refuse what TRL refuses after loading everything, or with an error from inside the Hub client.
 
@@ -26,9 +37,8 @@ def check_reference(model: Any, args: DROConfig, peft_config: Any) -> None:
         ValueError: the reference model cannot be had, or cannot be synced.
     """
     adapter = peft_config is not None or is_adapter_model(model)
-    if args.sync_ref_model and adapter:
-        allowed = "with an adapter the reference is the frozen base model, there is no copy to sync"
-        raise refusal("sync_ref_model", True, allowed, "sync_ref_model=False")
+    if adapter:
+        check_sync_with_adapter(args)
     if args.needs_reference and not adapter and not isinstance(model, str) and not model.config.name_or_path:
         name, value = ("beta", args.beta) if args.beta else ("anchor_policy", args.anchor_policy)
         allowed = "the reference model is loaded from where the policy came from, and this model was built in memory"

@@ -136,6 +136,7 @@ def parse(
 
 
 def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfig, data: DatasetMixtureConfig) -> None:
+    from .models import check_sync_with_adapter
     from .rewards import load_reward
     from .tasks import check_task
 
@@ -164,9 +165,8 @@ def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfi
     if config.anchor_policy == "sampling" and not config.use_vllm:
         allowed = "it needs an engine that reports log-probs, which is vLLM here"
         raise refusal("anchor_policy", "sampling", allowed, "use_vllm=True")
-    if model.use_peft and config.sync_ref_model:
-        allowed = "with an adapter the reference is the frozen base model, there is no copy to sync"
-        raise refusal("sync_ref_model", True, allowed, "sync_ref_model=False")
+    if model.use_peft:
+        check_sync_with_adapter(config)
     rewards = len(_reward_names(script)) + bool(script.reward_model_name_or_path)
     if config.reward_weights is not None and len(config.reward_weights) != rewards:
         raise ValueError(
@@ -218,10 +218,11 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
         peft_config=get_peft_config(model_args),
     )
     use_compact_progress(trainer)
+    asked = config.resume_from_checkpoint
+    checkpoint: str | bool | None = {"true": True, "false": None}.get(str(asked).lower(), asked)
     # A resumed run has not loaded its weights yet.
-    before = None if config.resume_from_checkpoint else _evaluate(trainer, script.show_completions)
-    checkpoint = config.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(checkpoint).lower(), checkpoint))
+    before = None if checkpoint else _evaluate(trainer, script.show_completions)
+    trainer.train(resume_from_checkpoint=checkpoint)
     after = _evaluate(trainer, script.show_completions)
     if before is not None:
         # `train` starts a new history; the score to compare with belongs in it.

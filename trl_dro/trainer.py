@@ -199,9 +199,7 @@ class DROTrainer(GRPOTrainer):
     ) -> dict[str, float]:
         """As in transformers, after a check that every batch holds whole groups of completions."""
         self.args.check_evaluation_batch()
-        columns = getattr(eval_dataset, "column_names", None)
-        if isinstance(columns, list):
-            check_columns("eval_dataset", columns, self.environment_factories is not None)
+        check_columns("eval_dataset", eval_dataset, has_environment=self.environment_factories is not None)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
