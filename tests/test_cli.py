@@ -293,6 +293,11 @@ def test_a_run_resumes_from_its_newest_checkpoint_when_told_true(config, tmp_pat
     assert "step 2/4" not in out
 
 
+def test_a_run_told_not_to_resume_is_scored_before_training_too(config, capsys):
+    assert exit_code("train", "--config", config(), "--resume_from_checkpoint", "false") == 0
+    assert "eval at step 0" in capsys.readouterr().out
+
+
 def test_doubts_about_a_configuration_are_plain_lines(config, monkeypatch, capsys):
     monkeypatch.setattr(train_script, "run", lambda *arguments: 0)
     assert exit_code("train", "--config", config(), "--num_iterations", "1") == 0
