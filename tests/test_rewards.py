@@ -5,7 +5,13 @@ import sys
 
 import pytest
 
-from trl_dro.rewards import extract_answer, load_reward, reasoning_gym_reward, reasoning_gym_solved
+from trl_dro.rewards import (
+    extract_answer,
+    load_reward,
+    reasoning_gym_final_number,
+    reasoning_gym_reward,
+    reasoning_gym_solved,
+)
 from trl_dro.tasks import build_task, entry_from_json
 
 
@@ -47,6 +53,30 @@ def test_the_verifier_sees_the_answer_alone(row, completion, expected):
 def test_partial_credit_does_not_count_as_solved(row):
     assert score(row, "tab", reasoning_gym_solved) == 0.0
     assert score(row, "tac", reasoning_gym_solved) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "expected"),
+    [
+        ("7", "The answer is 7.", 1.0),
+        ("7", "7", 1.0),
+        ("7", "10-3=7", 1.0),
+        ("3", "it is 10-3", 1.0),
+        ("-3", "10 - 13 = -3\n", 1.0),
+        ("1234", "So 1,234, I think", 1.0),
+        ("7", "one of 5,6,7", 1.0),
+        ("7", "7 or 8", 0.0),
+        ("7", "The answer is 17.", 0.0),
+        ("7", "seven", 0.0),
+        ("7", "", 0.0),
+        ("7", "<think>7</think>I do not know", 0.0),
+        ("7", [{"role": "assistant", "content": "4 + 3 equals 7"}], 1.0),
+    ],
+)
+def test_the_last_number_counts(answer, completion, expected):
+    entry = entry_from_json(build_task("chain_sum", train_size=1)[0][0]["entry"]) | {"answer": answer}
+    row = {"entry": json.dumps(entry), "task": "chain_sum"}
+    assert score(row, completion, reasoning_gym_final_number) == expected
 
 
 def test_an_answer_inside_the_thinking_does_not_count():

@@ -19,6 +19,7 @@ Reward = Callable[..., Any]
 
 _THINKING = re.compile(r"^\s*(<think>)?.*?</think>", flags=re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
+_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")  # the minus in "10-3" is an operator
 
 
 def reasoning_gym_reward(completions: list[Any], entry: list[str], task: list[str], **kwargs: Any) -> list[float]:
@@ -45,6 +46,18 @@ def reasoning_gym_reward(completions: list[Any], entry: list[str], task: list[st
 def reasoning_gym_solved(completions: list[Any], entry: list[str], task: list[str], **kwargs: Any) -> list[float]:
     """1.0 where `reasoning_gym_reward` gives full marks, else 0.0. With a reward weight of 0 it is only a metric."""
     return [float(score >= 1.0) for score in reasoning_gym_reward(completions, entry, task)]
+
+
+def reasoning_gym_final_number(
+    completions: list[Any], entry: list[str], task: list[str], **kwargs: Any
+) -> list[float]:
+    """1.0 where the last number of the answer gets full marks from the row's verifier, else 0.0.
+
+    For tasks whose answer is a number, and models that answer in a sentence. Thousands may have commas.
+    """
+    numbers = [_NUMBER.findall(extract_answer(completion)) for completion in completions]
+    answers = [found[-1].replace(",", "") if found else "" for found in numbers]
+    return reasoning_gym_solved(answers, entry, task)
 
 
 def extract_answer(completion: str | list[dict[str, Any]]) -> str:
@@ -82,6 +95,7 @@ def _registry() -> dict[str, Callable[[], Reward]]:
     return {
         "reasoning_gym_reward": lambda: reasoning_gym_reward,
         "reasoning_gym_solved": lambda: reasoning_gym_solved,
+        "reasoning_gym_final_number": lambda: reasoning_gym_final_number,
         # The names, and the parameters of the last, are those of TRL's own script.
         "accuracy_reward": lambda: from_trl("accuracy_reward"),
         "reasoning_accuracy_reward": lambda: from_trl("reasoning_accuracy_reward"),

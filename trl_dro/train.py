@@ -61,7 +61,7 @@ class DROScriptArguments(ScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Reward functions: names (TRL's, reasoning_gym_reward, reasoning_gym_solved) or dotted paths."
+            "help": "Reward functions: TRL's names, reasoning_gym_{reward,solved,final_number}, or dotted paths."
         },
     )
     reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A reward model, in addition."})
