@@ -1,9 +1,10 @@
-"""Run the quickstart on three seeds and draw its learning curve.
+"""Run a recipe on several seeds and draw its learning curves.
 
-    .venv/bin/python tests/benchmarks/quickstart_curve.py
+    .venv/bin/python tests/benchmarks/learning_curve.py quickstart
+    .venv/bin/python tests/benchmarks/learning_curve.py smollm2     # after `make demo`, which gets the model
 
-Writes docs/images/quickstart.png and docs/images/quickstart.json (the numbers, the machine, the versions) and prints
-one line for each seed. Numbers in README come from it.
+Writes docs/images/NAME.png and docs/images/NAME.json (the numbers, the machine, the versions) and prints one line for
+each run. Numbers in README come from it. Further options go to the training command.
 """
 
 import argparse
@@ -14,30 +15,63 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart" / "dro" / "config.yaml"
-REWARD = "rewards/reasoning_gym_solved/mean"
 
 
-def run(seed: int, overrides: list[str]) -> dict:
+@dataclass(frozen=True)
+class Benchmark:
+    """What is run and what its picture says."""
+
+    recipes: dict[str, str]
+    """Recipe by the label of its curves."""
+    seeds: tuple[int, ...]
+    reward: str
+    label: str
+    held_out: str
+    options: tuple[str, ...] = ()
+
+
+BENCHMARKS = {
+    "quickstart": Benchmark(
+        recipes={"": "quickstart/dro/config.yaml"},
+        seeds=(42, 1, 2),
+        reward="reasoning_gym_solved",
+        label="words spelled backward",
+        held_out="held-out words",
+    ),
+    "smollm2": Benchmark(
+        recipes={"LoRA": "SmolLM2-135M/dro/config_lora.yaml", "full": "SmolLM2-135M/dro/config_full.yaml"},
+        seeds=(42, 1),
+        reward="reasoning_gym_final_number",
+        label="problems solved",
+        held_out="held-out problems",
+        options=("--model_name_or_path", str(ROOT / "runs" / "SmolLM2-135M-Instruct")),
+    ),
+}
+
+
+def run(recipe: str, seed: int, reward: str, options: list[str]) -> dict:
     """Train once in a process of its own; returns the curve of training and the held-out score before and after."""
     with tempfile.TemporaryDirectory() as output_dir:
-        command = [sys.executable, "-m", "trl_dro.train", "--config", str(RECIPE), "--output_dir", output_dir]
+        path = str(ROOT / "recipes" / recipe)
+        command = [sys.executable, "-m", "trl_dro.train", "--config", path, "--output_dir", output_dir]
         begin = time.time()
         subprocess.run(
-            [*command, "--seed", str(seed), *overrides],
+            [*command, "--seed", str(seed), *options],
             check=True,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
         seconds = time.time() - begin
         history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
-    held_out = [log[f"eval_{REWARD}"] for log in history if f"eval_{REWARD}" in log]
-    trained = [log for log in history if REWARD in log]
+    metric = f"rewards/{reward}/mean"
+    held_out = [log[f"eval_{metric}"] for log in history if f"eval_{metric}" in log]
+    trained = [log for log in history if metric in log]
     return {
         "seed": seed,
         "seconds": round(seconds),
@@ -45,12 +79,12 @@ def run(seed: int, overrides: list[str]) -> dict:
         "held_out_before": held_out[0],
         "held_out_after": held_out[-1],
         "steps": [log["step"] for log in trained],
-        "solved": [log[REWARD] for log in trained],
+        "solved": [log[metric] for log in trained],
         "kl": [log["dro/kl_k2"] for log in trained],
     }
 
 
-def draw(runs: list[dict], path: Path) -> None:
+def draw(benchmark: Benchmark, runs: list[dict], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,40 +92,45 @@ def draw(runs: list[dict], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for result, color in zip(runs, ("#2a6fbb", "#d1495b", "#3a9d6a", "#8a6fb0"), strict=False):
-        axes.plot(result["steps"], result["solved"], color=color, label=f"seed {result['seed']}")
+        label = f"{result['variant']}, seed {result['seed']}".removeprefix(", ")
+        axes.plot(result["steps"], result["solved"], color=color, label=label)
         last = result["steps"][-1]
         for step, score in ((0, result["held_out_before"]), (last, result["held_out_after"])):
             axes.plot(step, score, "o", color=color, markersize=6)
-    axes.plot([], [], "o", color="gray", label="held-out words")
-    axes.set(xlabel="optimizer step", ylabel="words spelled backward", ylim=(0, 1.02))
+    axes.plot([], [], "o", color="gray", label=benchmark.held_out)
+    axes.set(xlabel="optimizer step", ylabel=benchmark.label, ylim=(0, 1.02))
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="best")
     figure.savefig(path, dpi=150)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2])
+    parser.add_argument("name", choices=BENCHMARKS)
+    parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "docs" / "images")
-    arguments, overrides = parser.parse_known_args()
+    arguments, options = parser.parse_known_args()
+    benchmark = BENCHMARKS[arguments.name]
     runs = []
-    for seed in arguments.seeds:
-        runs.append(run(seed, overrides))
-        print(
-            f"seed {seed}: held-out {runs[-1]['held_out_before']:.2f} -> {runs[-1]['held_out_after']:.2f}, "
-            f"{runs[-1]['training_seconds']} s of training, {runs[-1]['seconds']} s in all",
-            flush=True,
-        )
+    for variant, recipe in benchmark.recipes.items():
+        for seed in arguments.seeds or benchmark.seeds:
+            runs.append({"variant": variant, **run(recipe, seed, benchmark.reward, [*benchmark.options, *options])})
+            print(
+                f"{variant} seed {seed}: held-out {runs[-1]['held_out_before']:.2f} -> "
+                f"{runs[-1]['held_out_after']:.2f}, {runs[-1]['training_seconds']} s of training, "
+                f"{runs[-1]['seconds']} s in all".lstrip(),
+                flush=True,
+            )
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     packages = ("torch", "transformers", "trl", "trl-dro")
     report = {
-        "command": "python tests/benchmarks/quickstart_curve.py",
+        "command": f"python tests/benchmarks/learning_curve.py {arguments.name}",
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU",
         "versions": {name: version(name) for name in packages},
         "runs": runs,
     }
-    (arguments.output_dir / "quickstart.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(runs, arguments.output_dir / "quickstart.png")
+    (arguments.output_dir / f"{arguments.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(benchmark, runs, arguments.output_dir / f"{arguments.name}.png")
 
 
 if __name__ == "__main__":
