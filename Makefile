@@ -1,6 +1,7 @@
 # The virtual environment is made on first use, and again when its inputs change.
 #
 #   make quickstart    train a small model on the CPU, offline; ARGS='--seed 1' adds options
+#   make demo          train SmolLM2-135M-Instruct on the CPU, with LoRA; VARIANT=full trains every weight
 #   make test          lint, types and every test but the slow ones
 #   make lint          lint and types only
 #   make clean         remove the environment, caches and runs
@@ -10,8 +11,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+VARIANT ?= lora
+DEMO := recipes/SmolLM2-135M
+DEMO_MODEL := runs/SmolLM2-135M-Instruct
+DEMO_RUN = --config $(DEMO)/dro/config_$(VARIANT).yaml --model_name_or_path $(DEMO_MODEL) $(ARGS)
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart demo test lint clean
 
 # torch first, so that what is built against it finds it.
 $(READY): pyproject.toml constraints.txt
@@ -22,6 +27,13 @@ $(READY): pyproject.toml constraints.txt
 
 quickstart: $(READY)
 	HF_HUB_OFFLINE=1 $(BIN)/trl-dro train --config recipes/quickstart/dro/config.yaml $(ARGS)
+
+$(DEMO_MODEL): | $(READY)
+	$(BIN)/python $(DEMO)/get_model.py $@
+
+demo: $(READY) $(DEMO_MODEL)
+	HF_HUB_OFFLINE=1 $(BIN)/trl-dro train $(DEMO_RUN)
+	HF_HUB_OFFLINE=1 $(BIN)/python $(DEMO)/answer.py $(DEMO_RUN)
 
 lint: $(READY)
 	$(BIN)/ruff check .

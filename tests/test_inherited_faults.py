@@ -9,6 +9,7 @@ import re
 import numpy
 import pytest
 import torch
+import trl.trainer.utils
 from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -525,3 +526,40 @@ def test_saved_models_load_with_transformers(build, tmp_path):
     loaded = Qwen3ForCausalLM.from_pretrained(tmp_path / "saved")
     ours = dict(trainer.model.named_parameters())
     assert all(torch.equal(parameter, ours[name]) for name, parameter in loaded.named_parameters())
+
+
+# Without Triton, the LM head is applied to prompts and padding
+
+
+def projected_and_asked_for(trainer, monkeypatch) -> tuple[list[int], list[int]]:
+    """Positions that the LM head was applied to, and tokens that had to be scored, for each scoring pass."""
+    kernel, projected, asked_for = trl.trainer.utils._ChunkedLogProbFunction, [], []
+
+    class Spy:
+        @staticmethod
+        def apply(hidden, *rest):
+            projected.append(len(hidden))
+            return kernel.apply(hidden, *rest)
+
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Spy)
+    score = trainer._get_per_token_logps_and_entropies
+
+    def counted(model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
+        asked_for.append(int(attention_mask[:, -logits_to_keep:].sum()))
+        return score(model, input_ids, attention_mask, logits_to_keep, None, **kwargs)  # in one chunk
+
+    trainer._get_per_token_logps_and_entropies = counted
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert len(projected) == len(asked_for) > 2
+    return projected, asked_for
+
+
+def test_trl_projects_prompts_and_padding_on_a_cpu(build, monkeypatch):
+    projected, asked_for = projected_and_asked_for(build(GRPOTrainer, rollout_func=scripted), monkeypatch)
+    assert sum(projected) > 2 * sum(asked_for)
+
+
+def test_on_a_cpu_only_what_is_asked_for_is_projected(build, monkeypatch):
+    projected, asked_for = projected_and_asked_for(build(DROTrainer, rollout_func=scripted), monkeypatch)
+    assert projected == asked_for

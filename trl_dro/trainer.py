@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import trl.trainer.utils
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
@@ -46,7 +47,7 @@ PRIVATE_NAMES = {
     "GRPOTrainer._get_train_sampler": "extended: a resumed run continues its epoch",
     "GRPOTrainer._calculate_rewards": "extended: infinite rewards are refused",
     "GRPOTrainer._generate_single_turn": "extended: empty completions, precision and mode of continuous batching",
-    "GRPOTrainer._get_per_token_logps_and_entropies": "called: log-probs of the micro-batch",
+    "GRPOTrainer._get_per_token_logps_and_entropies": "extended: on a CPU, only what is asked for is scored",
     "GRPOTrainer._step": "read: micro-steps so far",
     "GRPOTrainer._buffered_inputs": "read and reset: the micro-batches of one generated batch",
     "GRPOTrainer._metrics": "written: metrics that `log` averages and reports",
@@ -57,6 +58,7 @@ PRIVATE_NAMES = {
     "GRPOTrainer._paper": "set: the paper cited in model cards",
     "GRPOTrainer._tag_names": "set: tags of pushed models",
     "GRPOConfig._VALID_DICT_FIELDS": "extended: dict fields accepted as JSON",
+    "utils._use_triton": "set while scoring on a CPU: whether the LM head leaves out prompts and padding",
 }
 
 # Inputs of multimodal models, by the names TRL's scoring method takes them.
@@ -378,6 +380,13 @@ class DROTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        # Where there is no Triton, TRL projects prompts and padding to the vocabulary too, for compilers that dislike
+        # changing shapes. A CPU does not compile: it would only lose most of its time on them.
+        narrowed = {"_use_triton": lambda device: True} if self.accelerator.device.type == "cpu" else {}
+        with _temporarily(trl.trainer.utils, **narrowed):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs (B, T) and entropies (B, T) of the completion tokens, and the router loss of an MoE model."""
