@@ -12,12 +12,12 @@ import torch
 import trl.trainer.utils
 from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from trl_dro import DROConfig, DROTrainer
+from trl_dro import DROTrainer
 from trl_dro.models import add_reference_adapter, count_positions_from_the_mask
 
-from .tiny import CHARACTERS, FAST, length_reward, prompts, tiny_model, tiny_tokenizer
+from .tiny import CHARACTERS, length_reward, prompts, tiny_model, tiny_tokenizer
 
 
 def scripted(prompts, trainer) -> dict:
@@ -27,36 +27,6 @@ def scripted(prompts, trainer) -> dict:
         "completion_ids": completion_ids,
         "logprobs": [[-3.0] * len(row) for row in completion_ids],
     }
-
-
-@pytest.fixture
-def build(tmp_path, monkeypatch):
-    """Builds either trainer on the same settings."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-
-    def make(
-        trainer_class,
-        *,
-        model=None,
-        reward_funcs=length_reward,
-        train_dataset=None,
-        settings=None,
-        tokenizer=None,
-        **kwargs,
-    ):
-        short = {"max_completion_length": 6, "max_steps": 2, "learning_rate": 1e-2}
-        base = {"output_dir": str(tmp_path / "run"), **FAST, **short, **(settings or {})}
-        args = DROConfig(dro_beta=0.5, **base) if trainer_class is DROTrainer else GRPOConfig(**base)
-        return trainer_class(
-            model=model if model is not None else tiny_model(),
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=prompts() if train_dataset is None else train_dataset,
-            processing_class=tokenizer or tiny_tokenizer(),
-            **kwargs,
-        )
-
-    return make
 
 
 # A dataset smaller than one generation batch
@@ -443,7 +413,7 @@ def test_a_resumed_second_epoch_replays_the_first_in_trl_and_goes_on_here(build)
 # Continuous batching
 
 
-def continuous(build, trainer_class, bf16):
+def continuous(build, trainer_class, bf16, **kwargs):
     settings = {
         "use_transformers_continuous_batching": True,
         "transformers_continuous_batching_config": {"num_blocks": 16, "block_size": 32, "max_batch_tokens": 64},
@@ -451,7 +421,7 @@ def continuous(build, trainer_class, bf16):
         "max_steps": 1,
         "per_device_eval_batch_size": 8,
     }
-    return build(trainer_class, settings=settings, eval_dataset=prompts(2))
+    return build(trainer_class, settings=settings, eval_dataset=prompts(2), **kwargs)
 
 
 def test_continuous_batching_leaves_half_precision_weights_in_trl_and_not_here(build):
@@ -463,11 +433,21 @@ def test_continuous_batching_leaves_half_precision_weights_in_trl_and_not_here(b
     assert dtypes == [{torch.bfloat16}, {torch.float32}]
 
 
+def test_evaluation_with_continuous_batching_fails_in_trl(build):
+    with pytest.raises(AttributeError, match="current_gradient_accumulation_steps"):  # it takes it for training
+        continuous(build, GRPOTrainer, bf16=False).evaluate()
+
+
 def test_evaluation_with_continuous_batching_stays_in_evaluation_mode(build):
-    trainer = continuous(build, DROTrainer, bf16=False)
-    logs = trainer.evaluate()
-    assert "eval_reward" in logs
-    assert not trainer.model.training
+    modes = []
+
+    def reward(completions, **_):
+        modes.append(trainer.model.training)
+        return length_reward(completions)
+
+    trainer = continuous(build, DROTrainer, bf16=False, reward_funcs=reward)
+    assert "eval_reward" in trainer.evaluate()
+    assert modes == [False]
 
 
 # Sampling settings in generation_kwargs

@@ -43,7 +43,7 @@ def test_every_private_name_still_exists(grpo):
     for path in PRIVATE_NAMES:
         owner, name = path.split(".")
         target = {"GRPOConfig": GRPOConfig, "utils": trl.trainer.utils}.get(owner, grpo)
-        assert hasattr(target, name), path
+        assert hasattr(target, name) or f"self.{name} = " in inspect.getsource(transformers.Trainer), path
 
 
 def test_the_list_of_private_names_is_complete():

@@ -6,6 +6,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,12 +14,14 @@ import trl.trainer.utils
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer_utils import PredictionOutput
 from trl import GRPOTrainer
 
 from .aggregation import aggregate_loss
 from .checks import check_args, check_columns, check_datasets, checked_rewards
 from .config import DROConfig
 from .config_rules import refusal
+from .evaluation import Evaluation, reduce_batches, unlimited_copy
 from .masking import masked_mean
 from .metrics import MetricAccumulator, add_log_ratio_metrics
 from .models import (
@@ -50,8 +53,11 @@ PRIVATE_NAMES = {
     "GRPOTrainer._get_per_token_logps_and_entropies": "extended: on a CPU, only what is asked for is scored",
     "GRPOTrainer._step": "read: micro-steps so far",
     "GRPOTrainer._buffered_inputs": "read and reset: the micro-batches of one generated batch",
-    "GRPOTrainer._metrics": "written: metrics that `log` averages and reports",
-    "GRPOTrainer._logs": "read: the latest prompts and completions",
+    "GRPOTrainer._metrics": "written, read and cleared: metrics to report, a list for each",
+    "GRPOTrainer._logs": "read, set while evaluating: the latest prompts, completions and rewards",
+    "GRPOTrainer._pending_metrics": "cleared: metrics of reward functions that a failed call left behind",
+    "GRPOTrainer._pending_extra_logs": "cleared: columns of reward functions that a failed call left behind",
+    "Trainer._eval_dataloaders": "an entry removed: the data loader kept for persistent workers",
     "GRPOTrainer._entropy_bonus_enabled": "read: whether the entropy bonus is active",
     "GRPOTrainer._last_world_entropy": "read and set: entropy of the last window, checkpointed by TRL",
     "GRPOTrainer._name": "set: the method's name in model cards",
@@ -185,6 +191,8 @@ class DROTrainer(GRPOTrainer):
         self._blocks: dict[int, tuple[list[dict[str, Any]], Tensor, int]] = {}
         self._window_start = 0
         self._window_batches: list[Any] = []
+        self._evaluation: Evaluation | None = None
+        self._latest_logs = self._logs
 
     # Data and generation
 
@@ -199,10 +207,58 @@ class DROTrainer(GRPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """As in transformers, after a check that every batch holds whole groups of completions."""
+        """As in transformers, with metrics over all rows, and without a trace in training.
+
+        Every batch must hold whole groups of completions.
+        """
         self.args.check_evaluation_batch()
         check_columns("eval_dataset", eval_dataset, has_environment=self.environment_factories is not None)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            # With persistent workers transformers would take the data of the call before.
+            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
+        if isinstance(dataset, str):
+            dataset = cast(dict, self.eval_dataset)[dataset]
+        with self._evaluating(metric_key_prefix, dataset):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """As in transformers: `predictions` stay None, `metrics` hold the loss, the rewards and the rest."""
+        self.args.check_evaluation_batch()
+        check_columns("test_dataset", test_dataset, has_environment=self.environment_factories is not None)
+        with self._evaluating(metric_key_prefix, test_dataset):
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            cast(dict, output.metrics).update(self._flush_metrics())
+        return output
+
+    @contextmanager
+    def _evaluating(self, prefix: str, dataset: Any) -> Iterator[None]:
+        """Evaluation apart from training: with metrics, logs, random numbers and a model mode of its own."""
+        training = self.model.training
+        self._drop_unlogged("eval")
+        self._accumulators["eval"] = MetricAccumulator()
+        generations = self.args.num_generations_eval or cast(int, self.args.num_generations)
+        wanted = len(dataset) * generations if hasattr(dataset, "__len__") else None
+        evaluation = Evaluation(prefix, unlimited_copy(self._logs), wanted)
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices),
+            _temporarily(self, _evaluation=evaluation, _logs=evaluation.logs),
+        ):
+            try:
+                yield
+            finally:
+                self.model.train(training)
+
+    def _drop_unlogged(self, mode: str) -> None:
+        """Forget what an interrupted call left behind."""
+        self._metrics[mode].clear()
+        self._pending_metrics.clear()
+        self._pending_extra_logs.clear()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Also what reward models and environments give, which no wrapper has seen, must be finite."""
@@ -231,6 +287,7 @@ class DROTrainer(GRPOTrainer):
         self._blocks, self._window_batches, self._buffered_inputs = {}, [], None
         self._step += -self._step % self.args.batch_plan().micro_steps_per_generation
         self._accumulators["train"] = MetricAccumulator()
+        self._drop_unlogged("train")
         result = super().train(*args, **kwargs)
         if self.state.global_step == 0:
             raise ValueError(
@@ -311,6 +368,9 @@ class DROTrainer(GRPOTrainer):
             scored["gradient_accumulation_steps"] = self.args.batch_plan().micro_steps_per_generation
         with _temporarily(self.args, **scored), _temporarily(self, beta=self.beta or float(self.args.needs_reference)):
             output = super()._generate_and_score_completions(inputs)
+        self._latest_logs = self._logs
+        if self._evaluation is not None:
+            self._evaluation.rows.append(len(inputs) * self.accelerator.num_processes)
         if self.args.anchor_policy == "sampling" and "sampling_per_token_logps" not in output:
             allowed = "the rollout came without log-probs ('logprobs' is None)"
             raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
@@ -518,15 +578,42 @@ class DROTrainer(GRPOTrainer):
     def last_completions(self) -> list[tuple[Any, Any]]:
         """Prompts and completions (strings or lists of messages) of the latest generation, oldest first.
 
-        At most `generation_batch_size` rows, over all ranks.
+        Of training, at most `generation_batch_size` rows over all ranks; of an evaluation, every row.
         """
-        return list(zip(self._logs["prompt"], self._logs["completion"], strict=True))
+        return list(zip(self._latest_logs["prompt"], self._latest_logs["completion"], strict=True))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = self._mode
+        """As in TRL. Minima and maxima are those of the whole stretch; evaluations keep completions of their own."""
+        logs.update(self._flush_metrics())  # type: ignore[arg-type]  # None where a metric has no value, as in TRL
+        with self._completions_file():
+            super().log(logs, start_time)
+
+    def _flush_metrics(self) -> dict[str, float | None]:
+        """The metrics since the last flush, under the names they are logged by."""
+        mode = "train" if self._evaluation is None else "eval"
         for name, value in self._accumulators[mode].flush().items():
             self._metrics[mode][name].append(value)
-        super().log(logs, start_time)
+        batches = dict(self._metrics[mode])
+        self._metrics[mode].clear()
+        if self._evaluation is None:
+            return {name: reduce_batches(name, values) for name, values in batches.items()}
+        metrics = self._evaluation.metrics(batches, self.reward_func_names, self.reward_weights)
+        return {f"{self._evaluation.prefix}_{name}": value for name, value in metrics.items()}
+
+    @contextmanager
+    def _completions_file(self) -> Iterator[None]:
+        """Training and evaluation at the same step each keep their table of completions, which TRL names alike."""
+        if self._evaluation is None or not self.log_completions or not self.accelerator.is_main_process:
+            yield
+            return
+        table = Path(str(self.args.output_dir), "completions", f"completions_{self.state.global_step:05d}.parquet")
+        aside = table.with_suffix(".train")
+        if table.exists():
+            table.rename(aside)
+        yield
+        table.rename(table.with_name(table.name.replace("completions_", f"{self._evaluation.prefix}_")))
+        if aside.exists():
+            aside.rename(table)
 
 
 def _trained_mask(inputs: dict[str, Any]) -> Tensor:
