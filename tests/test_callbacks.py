@@ -43,6 +43,12 @@ def test_an_evaluation_names_each_reward_only_if_there_are_several():
     assert evaluation_line(two, step=8) == "eval at step 8 | reward 0.250 | solved 0.250 | style 0.500"
 
 
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_an_evaluation_without_any_reward_says_none(missing):
+    logs = {"eval_reward": missing, "eval_rewards/solved/mean": missing, "eval_rewards/style/mean": 0.5}
+    assert evaluation_line(logs, step=0) == "eval at step 0 | reward none | solved none | style 0.500"
+
+
 def test_training_prints_one_line_for_each_log_and_no_dict(make_config, capsys):
     trainer = make_trainer(
         make_config(num_generations_eval=1, eval_strategy="steps", eval_steps=4, max_steps=4), eval_dataset=prompts(8)

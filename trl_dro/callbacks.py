@@ -1,11 +1,14 @@
 """Progress in one line for each log, in place of a dict of numbers."""
 
+import math
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers import TrainingArguments as Arguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 
 def format_seconds(seconds: float) -> str:
@@ -21,6 +24,11 @@ def format_count(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{letter}"
     return f"{value:.0f}"
+
+
+def format_reward(value: float | None) -> str:
+    """Three decimals, or `none` where no completion was given a reward."""
+    return "none" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
 def progress_line(
@@ -53,14 +61,14 @@ def progress_line(
 
 def evaluation_line(logs: Mapping[str, Any], *, step: int) -> str:
     """One evaluation as a line: the reward, and each reward function if there are several."""
-    parts = [f"eval at step {step}", f"reward {logs['eval_reward']:.3f}"]
+    parts = [f"eval at step {step}", f"reward {format_reward(logs['eval_reward'])}"]
     means = {
         name.removeprefix("eval_rewards/").removesuffix("/mean"): value
         for name, value in logs.items()
         if name.startswith("eval_rewards/") and name.endswith("/mean")
     }
     if len(means) > 1:
-        parts += [f"{name} {value:.3f}" for name, value in means.items()]
+        parts += [f"{name} {format_reward(value)}" for name, value in means.items()]
     return " | ".join(parts)
 
 
@@ -98,6 +106,29 @@ class CompactProgressCallback(TrainerCallback):
                 logs, step=state.global_step, max_steps=state.max_steps, tokens_per_second=rate, seconds_left=left
             )
             print(line, flush=True)
+
+
+class SavedSoFarCallback(TrainerCallback):
+    """Knows the newest checkpoint of a run. Others in the output directory may be an earlier run's.
+
+    Args:
+        resumed_from: the checkpoint that the run starts from, if any.
+    """
+
+    def __init__(self, resumed_from: str | None = None) -> None:
+        self._newest = resumed_from
+
+    def on_save(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._newest = os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+    def describe(self, args: Arguments, step: int) -> str:
+        """What is left of a run that ends after this many optimizer steps."""
+        trained = f"{step} optimizer step{'' if step == 1 else 's'} had been trained."
+        if self._newest is not None:
+            return f"{trained} The newest checkpoint on disk is {self._newest}."
+        strategy = SaveStrategy(args.save_strategy).value
+        interval = f" with save_steps={args.save_steps:g}" if strategy == "steps" else ""
+        return f"{trained} Nothing was saved: save_strategy is {strategy}{interval}."
 
 
 def use_compact_progress(trainer: Trainer) -> None:
