@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -209,6 +210,70 @@ def test_help_explains_the_command(command, capsys):
     assert f"usage: trl-dro {command} --config X.yaml" in capsys.readouterr().out
 
 
+def test_a_reader_that_leaves_early_gets_no_traceback(config):
+    """`trl-dro check --config X.yaml | head -1`"""
+    command = [sys.executable, "-m", "trl_dro.cli", "check", "--config", config()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 141
+    assert "BrokenPipeError" not in err
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"task_train_size": 1},
+            "task_train_size=1 is refused: train_dataset has 1 rows, one generation batch takes 2",
+        ),
+        ({"task_eval_size": 0, "eval_strategy": "steps", "eval_steps": 1}, "Write `task_eval_size=64` instead"),
+        (
+            {
+                "task": None,
+                "datasets": [{"path": "json"}],
+                "model_name_or_path": "mine",
+                "reward_funcs": ["tests.tiny.length_reward"],
+                "eval_strategy": "epoch",
+            },
+            "eval_strategy='epoch' is refused: `datasets` are mixed into one training split, nothing is held out. "
+            "Write `test_split_size=0.1` instead.",
+        ),
+    ],
+)
+def test_rows_that_cannot_suffice_are_refused_before_anything_is_built(
+    command, changes, message, config, tmp_path, capsys
+):
+    assert exit_code(command, "--config", config(**changes)) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"trl-dro {command}: error: ")
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("argv", [["check"], ["train"], ["train", "--num_processes", "1"]], ids=" ".join)
+def test_an_output_dir_with_a_file_in_its_way_is_refused(argv, config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_launch", lambda arguments: pytest.fail("launched"))
+    (tmp_path / "file").write_text("")
+    assert exit_code(*argv, "--config", config(output_dir=str(tmp_path / "file" / "run"))) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith(f"trl-dro {argv[0]}: error: output_dir=")
+    assert "it cannot be written" in err
+    assert "Traceback" not in err
+    assert "Building" not in out
+
+
+def test_check_leaves_no_directory_behind_and_touches_none(config, tmp_path):
+    (tmp_path / "there").mkdir()
+    for folder in ("new/run", "there"):
+        assert exit_code("check", "--config", config(output_dir=str(tmp_path / folder))) == 0
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "there").is_dir()
+
+
 def test_train_without_launcher_options_runs_in_this_process(config, tmp_path, capsys):
     assert exit_code("train", "--config", config()) == 0
     out = capsys.readouterr().out
@@ -223,6 +288,17 @@ def test_a_tiny_model_trains_without_held_out_rows(config, capsys):
     out = capsys.readouterr().out
     assert "step 2/2 |" in out
     assert "held-out" not in out
+
+
+def test_a_run_whose_rewards_are_all_none_is_reported(config, tmp_path, monkeypatch, capsys):
+    (tmp_path / "silent_reward.py").write_text(
+        "def silent(completions, **kwargs):\n    return [None] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert exit_code("train", "--config", config(), "--reward_funcs", "silent_reward.silent") == 0
+    out = capsys.readouterr().out
+    assert "eval at step 0 | reward none" in out
+    assert "held-out reward: none before, none after" in out
 
 
 def launched(monkeypatch, *argv: str) -> argparse.Namespace:
@@ -271,23 +347,76 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_is_loaded(co
     assert "vllm is not installed here" in err
 
 
-def test_a_split_that_is_not_there_is_refused_with_those_that_are(config, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab="}\n' * 8)
-    dataset = [{"path": "json", "data_files": str(tmp_path / "rows.jsonl")}]
+@pytest.fixture
+def dataset_config(config, tmp_path):
+    """Writes a configuration of a model on disk and a dataset of 8 rows, with changes, and returns its path."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text('{"prompt": "ab="}\n' * 8)
     model, tokenizer = build_tiny_model("tiny-qwen3", ["ab="])
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    changes = {"task": None, "datasets": dataset, "model_name_or_path": str(tmp_path / "model")}
-    path = config(**changes, reward_funcs=["tests.tiny.length_reward"], dataset_train_split="training")
-    assert exit_code("train", "--config", path) == 1
-    assert "dataset_train_split='training' is refused: the dataset has the splits train." in capsys.readouterr().err
+    own = {
+        "task": None,
+        "dataset_name": str(tmp_path / "rows"),
+        "model_name_or_path": str(tmp_path / "model"),
+        "reward_funcs": ["tests.tiny.length_reward"],
+    }
+    return lambda **changes: config(**{**own, **changes})
 
 
-def test_a_run_resumes_from_its_newest_checkpoint_when_told_true(config, tmp_path, capsys):
+def refused_by_train(capsys, *argv: str) -> str:
+    """The line that `trl-dro train` ends with; `datasets` may have drawn progress bars before it."""
+    assert exit_code("train", *argv) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    prefix, line = err.splitlines()[-1].split("error: ", 1)
+    assert prefix == "trl-dro train: "
+    return line
+
+
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(dataset_config, monkeypatch, capsys):
+    monkeypatch.setattr(DROTrainer, "__init__", lambda *_, **__: pytest.fail("built a trainer"))
+    line = refused_by_train(capsys, "--config", dataset_config(dataset_train_split="training"))
+    assert line == (
+        "dataset_train_split='training' is refused: the dataset has the splits train. Write "
+        "`dataset_train_split='train'` instead."
+    )
+    line = refused_by_train(capsys, "--config", dataset_config(eval_strategy="epoch"))
+    assert line == (
+        "dataset_test_split='test' is refused: the dataset has the splits train. Write `eval_strategy='no'` instead."
+    )
+
+
+def test_what_the_trainer_refuses_is_one_line(dataset_config, capsys):
+    line = refused_by_train(capsys, "--config", dataset_config(gradient_accumulation_steps=16))
+    assert line.startswith("train_dataset has 8 rows, one generation batch takes 16 prompts")
+    assert line.endswith("or give more rows.")
+
+
+def test_what_a_library_refuses_is_one_line_that_names_the_place(dataset_config, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    line = refused_by_train(capsys, "--config", dataset_config(model_name_or_path=str(tmp_path / "empty")))
+    assert str(tmp_path / "empty") in line
+    assert re.search(r"\(\w+Error in .*transformers.*\.py, line \d+\)$", line)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_built(config, tmp_path, capsys):
+    for asked, message in (("true", "there is no checkpoint in output_dir="), ("mine", "there is no such directory")):
+        line = refused_by_train(capsys, "--config", config(), "--resume_from_checkpoint", asked)
+        assert line.startswith(f"resume_from_checkpoint='{asked}' is refused: {message}")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["command line", "file"])
+def test_a_run_resumes_from_its_newest_checkpoint_when_told_true(where, config, capsys):
     path = config(save_strategy="steps", save_steps=2, max_steps=4)
     assert exit_code("train", "--config", path, "--max_steps", "2") == 0
     capsys.readouterr()
-    assert exit_code("train", "--config", path, "--resume_from_checkpoint", "true") == 0
+    if where == "file":
+        resume = ["--config", config(save_strategy="steps", save_steps=2, max_steps=4, resume_from_checkpoint=True)]
+    else:
+        resume = ["--config", path, "--resume_from_checkpoint", "true"]
+    assert exit_code("train", *resume) == 0
     out = capsys.readouterr().out
     assert "step 4/4" in out
     assert "step 2/4" not in out
@@ -295,6 +424,8 @@ def test_a_run_resumes_from_its_newest_checkpoint_when_told_true(config, tmp_pat
 
 def test_a_run_told_not_to_resume_is_scored_before_training_too(config, capsys):
     assert exit_code("train", "--config", config(), "--resume_from_checkpoint", "false") == 0
+    assert "eval at step 0" in capsys.readouterr().out
+    assert exit_code("train", "--config", config(resume_from_checkpoint=False)) == 0
     assert "eval at step 0" in capsys.readouterr().out
 
 
@@ -324,6 +455,60 @@ def test_an_error_in_training_shows_where_it_came_from(config, tmp_path, monkeyp
     err = capsys.readouterr().err
     assert "in broken" in err
     assert "no such answer" in err
+
+
+@pytest.fixture
+def dying_run(config, tmp_path, monkeypatch, capsys):
+    """Trains until the reward function raises this error at a step, and returns exit code and stderr."""
+    (tmp_path / "dying_reward.py").write_text(
+        "import os\n\n"
+        "def dies(completions, trainer_state, **kwargs):\n"
+        "    if trainer_state.global_step >= int(os.environ['DIES_AT']):\n"
+        "        raise {'KeyboardInterrupt': KeyboardInterrupt, 'ValueError': ValueError}[os.environ['DIES_OF']]\n"
+        "    return [float(len(completion)) for completion in completions]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def train(error: str = "ValueError", step: int = 2, **changes) -> tuple[int, str]:
+        monkeypatch.setenv("DIES_AT", str(step))
+        monkeypatch.setenv("DIES_OF", error)
+        settings = {"reward_funcs": ["dying_reward.dies"], "num_iterations": 1, "max_steps": 8, "task_eval_size": 0}
+        code = exit_code("train", "--config", config(**{**settings, **changes}))
+        return code, capsys.readouterr().err
+
+    return train
+
+
+def test_a_run_that_dies_says_that_nothing_was_saved(dying_run, tmp_path):
+    code, err = dying_run()
+    assert code == 1
+    assert "in dies" in err  # the traceback
+    assert err.endswith("2 optimizer steps had been trained. Nothing was saved: save_strategy is no.\n")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    _, err = dying_run(save_strategy="steps", save_steps=3)
+    assert err.endswith("Nothing was saved: save_strategy is steps with save_steps=3.\n")
+    _, err = dying_run(step=0)
+    assert "had been trained" not in err
+
+
+def test_a_run_that_dies_names_its_own_newest_checkpoint(dying_run, tmp_path):
+    earlier = tmp_path / "run" / "checkpoint-100"
+    earlier.mkdir(parents=True)
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    _, err = dying_run(**saving)
+    assert err.endswith(f"The newest checkpoint on disk is {tmp_path / 'run' / 'checkpoint-2'}.\n")
+    earlier.rmdir()
+    _, err = dying_run(resume_from_checkpoint="true", save_strategy="no", step=3)
+    assert err.endswith(
+        f"3 optimizer steps had been trained. The newest checkpoint on disk is {tmp_path / 'run' / 'checkpoint-2'}.\n"
+    )
+
+
+def test_an_interrupted_run_says_what_was_saved(dying_run):
+    code, err = dying_run("KeyboardInterrupt")
+    assert code == 130
+    assert err.endswith("\nInterrupted. 2 optimizer steps had been trained. Nothing was saved: save_strategy is no.\n")
+    assert "Traceback" not in err
 
 
 def test_launcher_options_go_to_accelerate_and_the_others_to_the_script(config, monkeypatch):

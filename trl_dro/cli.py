@@ -18,6 +18,9 @@ from . import __version__
 if TYPE_CHECKING:
     from .config import DROConfig
 
+# What a shell reports for a command that ended like this.
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
+
 # Imports are inside functions throughout: `trl-dro --version` must not wait for torch.
 
 _TRAIN_HELP = """\
@@ -40,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command line, `sys.argv[1:]` if left out.
 
     Returns:
-        The exit code: 0, or 1 after an error in a configuration or in training.
+        The exit code: 0, 1 after an error in a configuration or in training, 130 after an interrupt, 141 if nobody
+        reads the output any more.
 
     Raises:
         SystemExit: With code 2, for a bad command line.
@@ -53,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=text, add_help=False)
     command = parser.parse_args(argv[:1]).command
     try:
-        return _COMMANDS[command][0](argv[1:])
+        code = _COMMANDS[command][0](argv[1:])
+        sys.stdout.flush()  # Python would do it after the last chance to handle an error
+        return code
+    except BrokenPipeError:  # the reader had enough, as in `trl-dro check | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except (ValueError, ImportError) as error:
         print(f"trl-dro {command}: error: {error}", file=sys.stderr)
         return 1
@@ -65,7 +74,7 @@ def train(argv: list[str]) -> int:
     Raises:
         ValueError: If the configuration is bad. Nothing has been launched then.
     """
-    from .train import EXPECTED_PROCESSES, make_parser, parse, parse_loudly, run
+    from .train import EXPECTED_PROCESSES, check_output_dir, make_parser, parse, parse_loudly, run
 
     if not argv or "-h" in argv or "--help" in argv:
         print(_TRAIN_HELP if not argv else f"{_TRAIN_HELP}\n{make_parser('trl-dro train').format_help()}")
@@ -75,9 +84,10 @@ def train(argv: list[str]) -> int:
         arguments = parse_loudly(own, prog="trl-dro train")
         try:
             return run(*arguments)
-        except KeyboardInterrupt:
-            print("\nInterrupted. What was saved so far is in output_dir.", file=sys.stderr)
-            return 130
+        except KeyboardInterrupt as interrupt:
+            # The notes say what is on disk, if any step was trained.
+            print("\n" + " ".join(["Interrupted.", *getattr(interrupt, "__notes__", [])]), file=sys.stderr)
+            return _INTERRUPTED
         except Exception:
             # Whatever fails from here on is not a matter of wording: show where, a reward function's error too.
             traceback.print_exc()
@@ -86,7 +96,8 @@ def train(argv: list[str]) -> int:
     # A config leaves variables behind that the launched processes set themselves, and they will warn.
     with _environment_restored(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parse(own, prog="trl-dro train", config_class=_config_for(_world_size(launch_args)))
+        _, config, *_ = parse(own, prog="trl-dro train", config_class=_config_for(_world_size(launch_args)))
+        check_output_dir(config)
     with _environment_restored():
         if launch_args.num_processes or launch_args.config_file:  # else accelerate counts the devices
             os.environ[EXPECTED_PROCESSES] = str(_world_size(launch_args))
@@ -99,7 +110,7 @@ def check(argv: list[str]) -> int:
     Raises:
         ValueError: If the configuration is bad.
     """
-    from .train import make_parser, parse
+    from .train import check_output_dir, make_parser, parse
 
     if not argv or "-h" in argv or "--help" in argv:
         print(_CHECK_HELP)
@@ -109,6 +120,7 @@ def check(argv: list[str]) -> int:
     with _environment_restored(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, config, model_args, _ = parse(own, prog="trl-dro check", config_class=_config_for(world_size))
+        check_output_dir(config)
         lines = plan_lines(config, str(model_args.model_name_or_path))
     print("\n".join(lines))
     for warning in caught:

@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from .config import DROConfig
@@ -112,7 +115,10 @@ Arguments = tuple[DROScriptArguments, DROConfig, ModelConfig, DatasetMixtureConf
 
 def make_parser(prog: str | None = None, config_class: type[DROConfig] = DROConfig) -> DROParser:
     """The parser of the training command."""
-    return DROParser((DROScriptArguments, config_class, ModelConfig, DatasetMixtureConfig), prog=prog)
+    parser = DROParser((DROScriptArguments, config_class, ModelConfig, DatasetMixtureConfig), prog=prog)
+    # transformers declares a path, but `true` is no path, in a file as on the command line.
+    parser._hints["resume_from_checkpoint"] = str | bool | None
+    return parser
 
 
 def parse(
@@ -160,8 +166,11 @@ def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfi
         raise ValueError("reward_funcs is not set. Write `reward_funcs: [accuracy_reward]`, or a dotted path.")
     for name in script.reward_funcs or []:
         load_reward(name)
-    if script.task and script.task_eval_size:
-        config.check_evaluation_batch()
+    if script.task:
+        _check_task_size(script, config)
+    elif config.eval_strategy != "no" and data.datasets and data.test_split_size is None:
+        allowed = "`datasets` are mixed into one training split, nothing is held out"
+        raise refusal("eval_strategy", IntervalStrategy(config.eval_strategy).value, allowed, "test_split_size=0.1")
     if config.anchor_policy == "sampling" and not config.use_vllm:
         allowed = "it needs an engine that reports log-probs, which is vLLM here"
         raise refusal("anchor_policy", "sampling", allowed, "use_vllm=True")
@@ -173,6 +182,41 @@ def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfi
             f"reward_weights={config.reward_weights!r} is refused: there are {rewards} rewards, each needs a weight. "
             f"Write `reward_weights={[1.0] * rewards}` instead."
         )
+
+
+def _check_task_size(script: DROScriptArguments, config: DROConfig) -> None:
+    """Refuse a task of too few rows. Of a dataset this is known only once it is loaded; the trainer refuses it."""
+    from .checks import check_datasets
+
+    try:
+        check_datasets(config, range(script.task_train_size), None, has_environment=False)
+    except ValueError as error:
+        raise ValueError(f"task_train_size={script.task_train_size} is refused: {error}") from error
+    if script.task_eval_size:
+        config.check_evaluation_batch()
+    elif config.eval_strategy != "no":
+        allowed = "there are no held-out rows, task_eval_size is 0"
+        raise refusal("eval_strategy", IntervalStrategy(config.eval_strategy).value, allowed, "task_eval_size=64")
+
+
+def check_output_dir(config: DROConfig) -> None:
+    """Refuse an output directory that cannot be written, and leave none behind that was not there.
+
+    Not for a process of several: it would remove what the others are about to use.
+
+    Raises:
+        ValueError: the directory cannot be written.
+    """
+    from .checks import check_args
+
+    folder = Path(str(config.output_dir))
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        check_args(config, has_rollout_func=False)
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _task_kwargs(script: DROScriptArguments) -> dict[str, Any]:
@@ -189,15 +233,68 @@ def _reward_names(script: DROScriptArguments) -> list[str]:
 
 
 def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, data: DatasetMixtureConfig) -> int:
-    """Build everything, train, evaluate before and after, save. Returns an exit code."""
+    """Build everything, train, evaluate before and after, save.
+
+    Returns:
+        An exit code: 1, with one line on stderr, for what is found wrong while everything is built. Later errors
+        are raised, as it takes a traceback to see where they come from.
+    """
+    from .callbacks import SavedSoFarCallback
+
+    try:
+        checkpoint, trainer = _build(script, config, model_args, data)
+    except (ValueError, ImportError, OSError) as error:
+        _print_error(error)
+        return 1
+    saved = SavedSoFarCallback(checkpoint)
+    trainer.add_callback(saved)
+    try:
+        # A resumed run has not loaded its weights yet.
+        before = None if checkpoint else _evaluate(trainer, script.show_completions)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        after = _evaluate(trainer, script.show_completions)
+        if before is not None:
+            # `train` starts a new history; the score to compare with belongs in it.
+            trainer.state.log_history.insert(0, {**before[0], "step": 0})
+        trainer.save_model(config.output_dir)
+    except (Exception, KeyboardInterrupt) as error:
+        if trainer.state.global_step:
+            error.add_note(saved.describe(config, trainer.state.global_step))
+        raise
+    trainer.save_state()
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+    if trainer.accelerator.is_main_process:
+        if before is not None and after is not None:
+            _say_what_happened(before, after)
+        _say_what_next(config, model_args)
+    trainer.end()
+    return 0
+
+
+def _print_error(error: Exception) -> None:
+    """The message alone, and for one from outside this package where it comes from."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(frame.filename).parent == Path(__file__).parent
+    where = "" if ours else f" ({type(error).__name__} in {frame.filename}, line {frame.lineno})"
+    print(f"trl-dro train: error: {error}{where}", file=sys.stderr)
+
+
+def _build(
+    script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, data: DatasetMixtureConfig
+) -> tuple[str | None, "DROTrainer"]:
+    """The checkpoint to resume from, and the trainer. What can be refused is refused before anything is loaded."""
     from transformers.utils.logging import disable_progress_bar
     from trl import get_peft_config, get_quantization_config
 
     from .callbacks import use_compact_progress
+    from .checks import check_args
     from .rewards import load_reward
     from .trainer import DROTrainer
 
+    check_args(config, has_rollout_func=False)
     _check_machine(config)
+    checkpoint = _checkpoint_to_resume(config)
     # transformers warns of names that TRL uses at every generation; nobody here can act on it.
     warnings.filterwarnings("ignore", message=r"`\w*gradient_checkpointing\w*` is deprecated", category=FutureWarning)
     if config.disable_tqdm:
@@ -218,25 +315,24 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
         peft_config=get_peft_config(model_args),
     )
     use_compact_progress(trainer)
+    return checkpoint, trainer
+
+
+def _checkpoint_to_resume(config: DROConfig) -> str | None:
+    """The directory that `resume_from_checkpoint` means: a path, or the newest one in `output_dir` for `true`."""
     asked = config.resume_from_checkpoint
-    checkpoint: str | bool | None = {"true": True, "false": None}.get(str(asked).lower(), asked)
-    # A resumed run has not loaded its weights yet.
-    before = None if checkpoint else _evaluate(trainer, script.show_completions)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    after = _evaluate(trainer, script.show_completions)
-    if before is not None:
-        # `train` starts a new history; the score to compare with belongs in it.
-        trainer.state.log_history.insert(0, {**before[0], "step": 0})
-    trainer.save_model(config.output_dir)
-    trainer.save_state()
-    if config.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
-    if trainer.accelerator.is_main_process:
-        if before is not None and after is not None:
-            _say_what_happened(before, after)
-        _say_what_next(config, model_args)
-    trainer.end()
-    return 0
+    if asked is None or str(asked).lower() == "false":
+        return None
+    if str(asked).lower() == "true":
+        newest = get_last_checkpoint(config.output_dir)
+        if newest is None:
+            allowed = f"there is no checkpoint in output_dir={config.output_dir!r}"
+            raise refusal("resume_from_checkpoint", asked, allowed, "resume_from_checkpoint=None")
+        return newest
+    if not os.path.isdir(asked):
+        allowed = "there is no such directory"
+        raise refusal("resume_from_checkpoint", asked, allowed, "resume_from_checkpoint='true'")
+    return asked
 
 
 def _check_machine(config: DROConfig) -> None:
@@ -313,7 +409,9 @@ def _split(dataset: Any, field: str, script: DROScriptArguments) -> Any:
     name = getattr(script, field)
     if name not in dataset:
         nearest = nearest_first(name, list(dataset))
-        raise refusal(field, name, f"the dataset has the splits {', '.join(nearest)}", f"{field}={nearest[0]!r}")
+        others = [split for split in nearest if field != "dataset_test_split" or split != script.dataset_train_split]
+        instead = f"{field}={others[0]!r}" if others else "eval_strategy='no'"
+        raise refusal(field, name, f"the dataset has the splits {', '.join(nearest)}", instead)
     return dataset[name]
 
 
@@ -358,6 +456,8 @@ def _text(message: Any) -> str:
 
 def _say_what_happened(before: Any, after: Any) -> None:
     """Completions side by side, and the held-out rewards before and after."""
+    from .callbacks import format_reward
+
     (metrics_before, shown), (metrics_after, shown_after) = before, after
     if shown:
         table = Table("prompt", "before", "after", title="Held-out completions", title_justify="left")
@@ -367,7 +467,8 @@ def _say_what_happened(before: Any, after: Any) -> None:
     for name, value in metrics_before.items():
         if name == "eval_reward" or (name.startswith("eval_rewards/") and name.endswith("/mean")):
             label = name.removeprefix("eval_").removeprefix("rewards/").removesuffix("/mean")
-            print(f"held-out {label}: {value:.3f} before, {metrics_after[name]:.3f} after")
+            reward_before, reward_after = format_reward(value), format_reward(metrics_after[name])
+            print(f"held-out {label}: {reward_before} before, {reward_after} after")
 
 
 def _say_what_next(config: DROConfig, model_args: ModelConfig) -> None:
