@@ -164,6 +164,13 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
+_EXAMPLES: dict[type, str] = {
+    bool: " Write true or false.",
+    float: " Write a number, such as 0.5 or 1e-5.",
+    int: " Write a whole number, such as 8.",
+}
+
+
 class _ExplainedError(ValueError):
     """A refusal inside a nested mapping, whose message must not be replaced by the outer field's."""
 
@@ -234,7 +241,8 @@ def coerce(value: Any, hint: Any) -> Any:
         except (ValueError, TypeError, AttributeError, OverflowError, StopIteration, argparse.ArgumentTypeError):
             continue
     fix = "; put it in quotes to keep it as text" if str in _members(hint) and isinstance(value, (bool, float)) else ""
-    raise ValueError(f"{value!r} is not a valid value: expected {_describe(hint)}{fix}.")
+    example = next((text for kind, text in _EXAMPLES.items() if kind in _members(hint)), "")
+    raise ValueError(f"{value!r} is not a valid value: expected {_describe(hint)}{fix}.{example}")
 
 
 class DROParser(TrlParser):
