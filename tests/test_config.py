@@ -186,6 +186,25 @@ BAD = [
     ),
     ({"vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization", ["1.5", "(0, 1]"]),
     ({"vllm_tensor_parallel_size": 0}, "vllm_tensor_parallel_size", ["0", ">= 1"]),
+    ({"generation_kwargs": {"supress_tokens": [5]}}, "generation_kwargs['supress_tokens']=[5]", ["'suppress_tokens'"]),
+    ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs['top_pp']", ["GenerationConfig", "{'top_p': 0.5}"]),
+    (
+        {"generation_kwargs": {"seed": 1, "top_h": 0.5}},
+        "generation_kwargs['seed']=1",
+        ["no option", "Write `generation_kwargs={'top_h': 0.5}`"],
+    ),
+    ({"generation_kwargs": {"seed": 1}}, "generation_kwargs['seed']", ["Write `generation_kwargs=None`"]),
+    (
+        {"generation_kwargs": {"eos_token_id": [5]}},
+        "generation_kwargs['eos_token_id']=[5]",
+        ["padding", "model.generation_config.eos_token_id"],
+    ),
+    ({"generation_kwargs": {"stop_strings": ["a"]}}, "generation_kwargs['stop_strings']=['a']", ["vLLM", "tokens"]),
+    ({"generation_kwargs": {"return_dict_in_generate": True}}, "['return_dict_in_generate']=True", ["tokens alone"]),
+    ({"generation_kwargs": {"token_healing": True}}, "generation_kwargs['token_healing']=True", ["prompt"]),
+    ({"generation_kwargs": {"disable_compile": True}}, "generation_kwargs['disable_compile']=True", ["trainer sets"]),
+    ({"max_completion_length": None}, "max_completion_length=None", ["20 tokens", "max_completion_length=256"]),
+    ({"cache_implementation": "statik"}, "cache_implementation='statik'", ["cache_implementation='static'"]),
     # rewards, reference, entropy, logging
     ({"reward_weights": []}, "reward_weights", ["[]", "[1.0, 0.5]"]),
     ({"reward_weights": [1.0, math.nan]}, "reward_weights", ["nan", "finite"]),
@@ -206,6 +225,47 @@ BAD = [
     ({"max_grad_norm": -1.0}, "max_grad_norm", ["-1.0", ">= 0"]),
     ({"log_completions_hub_repo": "me/logs"}, "log_completions_hub_repo", ["'me/logs'", "log_completions=True"]),
     ({"num_completions_to_print": 0, "log_completions": True}, "num_completions_to_print", ["0", ">= 1"]),
+    # the training loop
+    *[({"max_steps": value}, f"max_steps={value!r}", ["-1 or", ">= 1"]) for value in (0, -5, 1.5, "abc", None)],
+    *[({"num_train_epochs": value}, f"num_train_epochs={value!r}", ["> 0"]) for value in (0, -1, math.nan, "two")],
+    *[({"seed": value}, f"seed={value!r}", ["0 to 2**32 - 1", "seed=42"]) for value in (-1, 1.5, "abc", 2**32)],
+    *[({"data_seed": value}, f"data_seed={value!r}", ["data_seed=None"]) for value in (-1, 1.5, "abc")],
+    *[({"pad_to_multiple_of": value}, f"pad_to_multiple_of={value!r}", ["'auto'"]) for value in (0, -4, "abc", 1.5)],
+    *[({"weight_decay": value}, f"weight_decay={value!r}", [">= 0"]) for value in (math.nan, -0.1, "abc")],
+    *[({"warmup_steps": value}, f"warmup_steps={value!r}", [">= 0"]) for value in (math.nan, -1)],
+    *[({"neftune_noise_alpha": value}, f"noise_alpha={value!r}", ["or None"]) for value in (math.nan, -1.0, "abc")],
+    *[({name: value}, f"{name}={value!r}", ["[0, 1)"]) for name in ("adam_beta1", "adam_beta2") for value in (1, 2)],
+    *[({"adam_epsilon": value}, f"adam_epsilon={value!r}", ["> 0"]) for value in (0, -1e-8, math.nan)],
+    ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1", [">= 0"]),
+    ({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 0}, "dataloader_prefetch_factor=0", [">= 1"]),
+    ({"eval_delay": math.nan}, "eval_delay=nan", [">= 0"]),
+    *[
+        ({"logging_steps": value}, f"logging_steps={value!r}", ["logging_strategy='no'"])
+        for value in (0, -5, math.nan)
+    ],
+    *[({"save_steps": value}, f"save_steps={value!r}", ["save_strategy='no'"]) for value in (0, -1, "abc")],
+    *[
+        ({"eval_steps": value, "eval_strategy": "steps"}, f"eval_steps={value!r}", ["None", "eval_strategy='no'"])
+        for value in (0, -1)
+    ],
+    ({"log_level": "inof"}, "log_level='inof'", ["log_level='info'"]),
+    ({"report_to": "wandbb"}, "report_to='wandbb'", ["report_to='wandb'"]),
+    ({"report_to": ["wandb", "none"]}, "report_to=['wandb', 'none']", ["'tensorboard'"]),
+    ({"report_to": None}, "report_to=None", ["report_to='none'"]),
+    ({"lr_scheduler_kwargs": {"typo": 1}}, "lr_scheduler_kwargs['typo']=1", ["linear has no", "_kwargs=None"]),
+    (
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"minlr": 0.1}},
+        "lr_scheduler_kwargs['minlr']=0.1",
+        ["{'min_lr': 0.1}"],
+    ),
+    ({"accelerator_config": {"split_batches": True}}, "accelerator_config['split_batches']=True", ["False"]),
+    ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config['dispatch_batches']=True", ["None"]),
+    ({"accelerator_config": {"split_batchs": True}}, "accelerator_config['split_batchs']=True", ["'split_batches'"]),
+    (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
+        "accelerator_config['gradient_accumulation_kwargs']['num_steps']=4",
+        ["gradient_accumulation_steps=4"],
+    ),
 ]
 
 
@@ -255,6 +315,19 @@ GOOD = [
     {"dro_beta": 0.5, "use_adaptive_entropy": True, "entropy_target": 0.5},
     {"dro_beta": 0.5, "model_init_kwargs": {"dtype": "bfloat16"}, "mask_truncated_completions": True},
     {"dro_beta": 0.5, "use_vllm": True, "vllm_importance_sampling_correction": False},
+    {
+        "dro_beta": 0.5,
+        "use_vllm": True,
+        "max_completion_length": None,
+        "generation_kwargs": {"stop": ["a"], "seed": 1},
+    },
+    {"dro_beta": 0.5, "trust_remote_code": True, "generation_kwargs": {"steps": 64}},
+    {"dro_beta": 0.5, "generation_kwargs": {"typical_p": 0.5, "do_sample": True, "stop_strings": None}},
+    {"dro_beta": 0.5, "logging_strategy": "no", "save_strategy": "epoch", "logging_steps": 0, "save_steps": -1},
+    {"dro_beta": 0.5, "logging_steps": 0.5, "eval_strategy": "steps"},
+    {"dro_beta": 0.5, "max_steps": -1, "num_train_epochs": 0.3, "seed": 0, "warmup_steps": 0.1},
+    {"dro_beta": 0.5, "report_to": ["wandb"], "log_level": "info", "cache_implementation": "static"},
+    {"dro_beta": 0.5, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
 ]
 
 
@@ -288,9 +361,52 @@ def test_the_tables_are_as_long_as_they_should_be():
     assert len(GOOD) >= 20
 
 
+# One bad setting of each kind that Python, the file and the command line spell alike.
+WRITTEN = [
+    ("max_steps", 0),
+    ("seed", -1),
+    ("weight_decay", math.nan),
+    ("pad_to_multiple_of", "abc"),
+    ("num_train_epochs", 0.0),
+    ("logging_steps", -5.0),
+    ("save_steps", 0.0),
+    ("report_to", "wandbb"),
+    ("cache_implementation", "statik"),
+    ("max_completion_length", None),
+    ("generation_kwargs", {"supress_tokens": [5]}),
+    ("generation_kwargs", {"eos_token_id": 5}),
+    ("lr_scheduler_kwargs", {"typo": 1}),
+    ("accelerator_config", {"split_batches": True}),
+    ("accelerator_config", {"split_batchs": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRITTEN, ids=str)
+def test_a_refusal_is_the_same_from_python_yaml_and_the_command_line(name, value, tmp_path):
+    written = {**CPU, "num_iterations": 2, "dro_beta": 0.5, "output_dir": str(tmp_path), name: value}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    said = []
+    for build in (
+        lambda: DROConfig(**written),
+        lambda: DROParser((DROConfig,)).parse_args_and_config(["--config", str(tmp_path / "config.yaml")]),
+        lambda: DROParser((DROConfig,)).parse_args_and_config(as_command_line(written)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}.* is refused: .*Write `") as refused:
+            build()
+        said.append(str(refused.value))
+    assert said[1] == said[0]
+    assert said[2] == said[0]
+
+
+@pytest.mark.parametrize("value", [8, "8", "auto", "none", None])
+def test_every_way_of_giving_a_multiple_to_pad_to_is_taken(value):
+    padded = DROConfig(**CPU, dro_beta=0.5, num_iterations=2, pad_to_multiple_of=value).pad_to_multiple_of
+    assert padded == (8 if value in (8, "8") else None)
+
+
 @pytest.mark.parametrize("settings", GOOD, ids=lambda settings: str(settings)[:70])
 def test_a_resolved_config_can_be_built_again_and_replaced(settings, tmp_path):
-    config = DROConfig(**CPU, **{"num_iterations": 2, **settings}, output_dir=str(tmp_path))
+    config = DROConfig(**{**CPU, "num_iterations": 2, **settings}, output_dir=str(tmp_path))
     assert DROConfig(**config.to_dict()).to_dict() == config.to_dict()
     assert dataclasses.replace(config).to_dict() == config.to_dict()
     assert dataclasses.replace(config, seed=7).seed == 7
@@ -372,6 +488,7 @@ WARNINGS = [
     ({"anchor_policy": "sampling", "use_vllm": True, "min_p": 0.1}, "min_p=0.1"),
     ({"anchor_policy": "sampling", "use_vllm": True, "repetition_penalty": 1.1}, "repetition_penalty=1.1"),
     ({"num_iterations": 2, "generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
+    ({"num_iterations": 2, "neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 .* Write `neftune_noise_alpha=None`"),
     ({"num_iterations": 2, "vllm_mode": "server"}, "vllm_mode='server' has no effect without use_vllm=True"),
     ({"num_iterations": 2, "ref_model_sync_steps": 8}, "no effect without sync_ref_model=True"),
     ({"num_iterations": 2, "entropy_target": 1.0}, "no effect without use_adaptive_entropy=True"),

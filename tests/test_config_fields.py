@@ -54,6 +54,18 @@ IDLE_VALUES = {
     "average_tokens_across_devices": False,
 }
 
+# Honoured, but at odds with the objective: set, they draw a warning.
+DOUBTFUL = {"neftune_noise_alpha": 5.0}
+
+# The training loop's own but for a few of their keys, which are refused.
+REFUSED_KEYS = {
+    "accelerator_config": [
+        {"split_batches": True},
+        {"dispatch_batches": True},
+        {"gradient_accumulation_kwargs": {"num_steps": 4}},
+    ],
+}
+
 # Part of how DRO trains: the trainer reads them itself, or passes through TRL code that does.
 HONOURED = set(
     """
@@ -80,14 +92,14 @@ UNAFFECTED = set(
     optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules
     max_grad_norm bf16 fp16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs
     torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
-    neftune_noise_alpha torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node
+    torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node
     logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name
     project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
     prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
     save_only_model save_strategy save_steps save_on_each_node save_total_limit
     enable_jit_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
     load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    restore_callback_states_from_checkpoint full_determinism seed use_cpu accelerator_config
+    restore_callback_states_from_checkpoint full_determinism seed use_cpu
     dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
     dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp
@@ -97,7 +109,7 @@ UNAFFECTED = set(
 
 
 def test_every_field_of_trl_stands_in_exactly_one_place():
-    groups = [set(REFUSED), set(TRANSLATED), set(IDLE_VALUES), HONOURED, UNAFFECTED]
+    groups = [set(REFUSED), set(TRANSLATED), set(IDLE_VALUES), set(DOUBTFUL), set(REFUSED_KEYS), HONOURED, UNAFFECTED]
     fields = {field.name for field in dataclasses.fields(GRPOConfig) if field.init}
     placed = set().union(*groups)
     assert sum(map(len, groups)) == len(placed), "a field stands twice"
@@ -109,6 +121,19 @@ def test_every_field_of_trl_stands_in_exactly_one_place():
 def test_a_refused_field_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
         DROConfig(**{**CPU, name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in REFUSED_KEYS for value in REFUSED_KEYS[name]])
+def test_a_refused_key_is_refused_by_name(name, value):
+    (key,) = value
+    with pytest.raises(ValueError, match=rf"^{name}\['{key}'\]"):
+        DROConfig(**{**CPU, name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), DOUBTFUL.items())
+def test_a_doubtful_field_is_kept_with_a_warning(name, value):
+    with pytest.warns(UserWarning, match=f"^{name}={value}"):
+        assert getattr(DROConfig(**{**CPU, name: value}), name) == value
 
 
 def test_the_loss_knobs_among_them_are_those_the_config_lists():

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, cast, get_type_hints
 
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig
 
 from .config_rules import (
     DICT_FIELDS,
+    HARMLESS_GENERATION,
     IDLE,
     LOSS_TYPES,
     MISSING_BETA,
@@ -20,11 +22,18 @@ from .config_rules import (
     REPLACED,
     SAMPLING_FIELDS,
     DerivedInt,
+    check_accelerator,
+    check_accelerator_names,
     check_booleans,
     check_choices,
     check_dro_beta,
+    check_generation_names,
+    check_intervals,
     check_numbers,
+    check_pad_to_multiple_of,
+    check_report_to,
     check_reward_weights,
+    check_scheduler_names,
     field_defaults,
     number_from_text,
     refusal,
@@ -38,9 +47,11 @@ class DROConfig(GRPOConfig):
     r"""
     Configuration of [`DROTrainer`]: every option of [`~trl.GRPOConfig`], and the ones below.
 
-    Bad or contradictory settings raise `ValueError` on construction. TRL's loss knobs (`loss_type`, `epsilon`,
-    `epsilon_high`, `delta`, `importance_sampling_level`, `sapo_*`, `vespo_*`) are refused in favour of `policy_loss`
-    and `loss_agg_mode`; [`DROConfig.from_grpo_config`] translates them.
+    Bad or contradictory settings raise `ValueError` on construction, those of inherited options too. TRL's loss knobs
+    (`loss_type`, `epsilon`, `epsilon_high`, `delta`, `importance_sampling_level`, `sapo_*`, `vespo_*`) are refused in
+    favour of `policy_loss` and `loss_agg_mode`; [`DROConfig.from_grpo_config`] translates them. So are options that
+    TRL would ignore or that would break its batches: unknown names in `generation_kwargs`, end tokens there,
+    `max_completion_length=None` without vLLM, `split_batches` and `dispatch_batches`.
 
     Parameters:
         policy_loss (`str`, *optional*, defaults to `"dro"`):
@@ -134,6 +145,10 @@ class DROConfig(GRPOConfig):
         self.dro_beta = None if self.dro_beta is None else float(self.dro_beta)
         check_numbers(self)
         check_choices(self)
+        check_intervals(self)
+        check_pad_to_multiple_of(self.pad_to_multiple_of)
+        check_report_to(self.report_to)
+        check_accelerator_names(self.accelerator_config)
         check_reward_weights(self.reward_weights)
         self.build_policy_loss()
         self._check_objective()
@@ -154,6 +169,8 @@ class DROConfig(GRPOConfig):
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         derived = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(self, name) is None]
         super().__post_init__()
+        check_accelerator(cast(AcceleratorConfig, self.accelerator_config))
+        check_scheduler_names(self)
         for name in derived:
             setattr(self, name, DerivedInt(getattr(self, name)))
         self._warn()
@@ -282,12 +299,15 @@ class DROConfig(GRPOConfig):
                 "vllm_importance_sampling_correction", True, allowed, "vllm_importance_sampling_correction=False"
             )
 
-    def _check_sampling(self) -> None:
+    def _check_generation_kwargs(self) -> None:
+        """Refuse what would not be read or cannot work, and move what has a field of its own to it."""
         moved, given = {}, _as_dict(self.generation_kwargs)
-        for name, instead in OWN_GENERATION.items():
-            if name in given and given[name] is not True:
-                allowed = "the trainer sets it"
-                raise refusal(f"generation_kwargs[{name!r}]", given[name], allowed, instead)
+        for name, (reason, instead) in OWN_GENERATION.items():
+            if name in given and not (name in HARMLESS_GENERATION and given[name] == HARMLESS_GENERATION[name]):
+                raise refusal(f"generation_kwargs[{name!r}]", given[name], reason, instead)
+        own_code = self.trust_remote_code or _as_dict(self.model_init_kwargs).get("trust_remote_code")
+        if not self.use_vllm and not own_code:  # such a model may read options of its own
+            check_generation_names(given)
         for name in SAMPLING_FIELDS:
             if name not in given:
                 continue
@@ -305,8 +325,14 @@ class DROConfig(GRPOConfig):
             warnings.warn(
                 f"Moved from generation_kwargs to the field of the same name, so that completions are scored as they "
                 f"are sampled: {written}. Write it there.",
-                stacklevel=4,
+                stacklevel=5,
             )
+
+    def _check_sampling(self) -> None:
+        self._check_generation_kwargs()
+        if not self.use_vllm and self.max_completion_length is None:
+            allowed = "only vLLM generates to the end of the context, transformers would stop after 20 tokens"
+            raise refusal("max_completion_length", None, allowed, "max_completion_length=256")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             allowed = f"it must be below vllm_importance_sampling_clip_max={high!r}"
@@ -451,6 +477,13 @@ class DROConfig(GRPOConfig):
                 f"loss_agg_mode='token-sum' grows with the batch, so max_grad_norm={self.max_grad_norm} will clip "
                 "nearly every step. Write `max_grad_norm=0.0` and scale the learning rate, or "
                 "`loss_agg_mode='token-mean'`.",
+                stacklevel=4,
+            )
+        if self.neftune_noise_alpha:
+            warnings.warn(
+                f"neftune_noise_alpha={self.neftune_noise_alpha!r} adds new noise to the embeddings in each forward "
+                "pass: completions are sampled and scored under different noise, so log-ratios are not 0 before the "
+                "policy has moved, and the objective acts on them. Write `neftune_noise_alpha=None`.",
                 stacklevel=4,
             )
         if self.anchor_policy == "sampling":

@@ -1,12 +1,20 @@
 """The rules that `DROConfig` checks field by field, and how its refusals are worded."""
 
+import difflib
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from typing import Any
 
 import yaml
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.training_args import trainer_log_levels
 
 from .aggregation import LOSS_AGG_MODES
 from .policy_loss import nearest_first
@@ -43,7 +51,9 @@ for _representer in (yaml.representer.SafeRepresenter, yaml.representer.Represen
 class Number:
     """A numeric range, with its wording and an example; optional ones also take None."""
 
-    def __init__(self, allowed: str, test: Callable[[Any], bool], example: float, *, whole: bool, optional: bool):
+    def __init__(
+        self, allowed: str, test: Callable[[Any], bool], example: float | None, *, whole: bool, optional: bool = False
+    ):
         self.allowed = allowed + (" or None" if optional else "")
         self.test, self.example, self.whole, self.optional = test, example, whole, optional
 
@@ -53,15 +63,24 @@ class Number:
         return (_is_whole(value) if self.whole else is_number(value)) and self.test(value)
 
 
-def _whole(minimum: int, example: int, *, optional: bool = False) -> Number:
+def _whole(minimum: int, example: int | None, *, optional: bool = False) -> Number:
     return Number(f"a whole number >= {minimum}", lambda v: v >= minimum, example, whole=True, optional=optional)
+
+
+def _seed(example: int | None, *, optional: bool = False) -> Number:
+    allowed = "a whole number from 0 to 2**32 - 1"
+    return Number(allowed, lambda v: 0 <= v < 2**32, example, whole=True, optional=optional)
+
+
+def _decay(example: float) -> Number:
+    return Number("a number in [0, 1)", lambda v: 0 <= v < 1, example, whole=False)
 
 
 def _above(bound: float, example: float, *, optional: bool = False) -> Number:
     return Number(f"a finite number > {bound:g}", lambda v: v > bound, example, whole=False, optional=optional)
 
 
-def _at_least(bound: float, example: float, *, optional: bool = False) -> Number:
+def _at_least(bound: float, example: float | None, *, optional: bool = False) -> Number:
     return Number(f"a finite number >= {bound:g}", lambda v: v >= bound, example, whole=False, optional=optional)
 
 
@@ -87,7 +106,20 @@ NUMBERS: dict[str, Number] = {
     "max_completion_length": _whole(1, 256, optional=True),
     "max_tool_calling_iterations": _whole(0, 4, optional=True),
     "num_completions_to_print": _whole(1, 4, optional=True),
+    "max_steps": Number("-1 or a whole number >= 1", lambda v: v == -1 or v >= 1, 1000, whole=True),
+    "num_train_epochs": _above(0, 3.0),
+    "seed": _seed(42),
+    "data_seed": _seed(None, optional=True),
     "learning_rate": _at_least(0, 1e-6),
+    "warmup_steps": _at_least(0, 0),
+    "weight_decay": _at_least(0, 0.0),
+    "adam_beta1": _decay(0.9),
+    "adam_beta2": _decay(0.999),
+    "adam_epsilon": _above(0, 1e-8),
+    "neftune_noise_alpha": _at_least(0, None, optional=True),
+    "dataloader_num_workers": _whole(0, 0),
+    "dataloader_prefetch_factor": _whole(1, 2, optional=True),
+    "eval_delay": _at_least(0, 0),
     "max_grad_norm": _at_least(0, 1.0),
     "temperature": _above(0, 1.0),
     "top_p": _within(0, 1, 1.0, open_low=True),
@@ -123,6 +155,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "cache_implementation": (*ALL_CACHE_IMPLEMENTATIONS, "paged", None),
+    "log_level": tuple(trainer_log_levels),
+    "log_level_replica": tuple(trainer_log_levels),
+}
+
+# Intervals that are read with a strategy of "steps" only.
+INTERVALS: dict[str, str] = {
+    "logging_steps": "logging_strategy",
+    "eval_steps": "eval_strategy",
+    "save_steps": "save_strategy",
 }
 
 # TRL's loss knobs, each with the knob that does its job here. Refused unless left at their default.
@@ -194,14 +236,47 @@ IDLE: dict[str, str] = {
 # and reporting with the field, so they are moved to the field.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-# Settings of the engine that the trainer makes itself, each with the field (or value) to write.
-OWN_GENERATION: dict[str, str] = {
-    "do_sample": "temperature=1.0",
-    "num_return_sequences": "num_generations=8",
-    "n": "num_generations=8",
-    "max_new_tokens": "max_completion_length=256",
-    "max_tokens": "max_completion_length=256",
-    "max_length": "max_completion_length=256",
+# Settings of the engine that the trainer makes itself or cannot work with: why, and what to write.
+_OWN = "the trainer sets it"
+OWN_GENERATION: dict[str, tuple[str, str]] = {
+    "do_sample": (_OWN, "temperature=1.0"),
+    "num_return_sequences": (_OWN, "num_generations=8"),
+    "n": (_OWN, "num_generations=8"),
+    "max_new_tokens": (_OWN, "max_completion_length=256"),
+    "max_tokens": (_OWN, "max_completion_length=256"),
+    "max_length": (_OWN, "max_completion_length=256"),
+    "disable_compile": (_OWN, "generation_kwargs=None"),
+    "return_dict_in_generate": ("the trainer takes the tokens alone", "generation_kwargs=None"),
+    "eos_token_id": (
+        "the trainer looks for the end tokens of the tokenizer and of the model only, and would train on the padding "
+        "that follows others",
+        "model.generation_config.eos_token_id = [...]",
+    ),
+    "stop_strings": (
+        "only vLLM stops at text, transformers at tokens",
+        "model.generation_config.eos_token_id = [...]",
+    ),
+    "token_healing": ("it rewrites the prompt that completions are scored with", "generation_kwargs=None"),
+}
+
+# Their values that change nothing, which are let through.
+HARMLESS_GENERATION: dict[str, Any] = {
+    "do_sample": True,
+    "return_dict_in_generate": False,
+    "stop_strings": None,
+    "token_healing": False,
+}
+
+# Settings of accelerate's dataloader that would break the trainer's batches, each with the reason and what to write.
+ACCELERATOR: dict[str, tuple[str, str]] = {
+    "split_batches": (
+        "each process would generate a share of the batch that was planned for it, it must be False",
+        "accelerator_config={'split_batches': False}",
+    ),
+    "dispatch_batches": (
+        "the main process cannot send prompts to the others, it must be None or False",
+        "accelerator_config={'dispatch_batches': None}",
+    ),
 }
 
 # Dict fields, with an example of what to write.
@@ -291,3 +366,75 @@ def check_reward_weights(weights: Any) -> None:
     if not isinstance(weights, (list, tuple)) or not weights or not all(is_number(weight) for weight in weights):
         allowed = "it must be a non-empty list of finite numbers, one for each reward function, or None"
         raise refusal("reward_weights", weights, allowed, "reward_weights=[1.0, 0.5]")
+
+
+def check_keys(field: str, given: dict[str, Any], known: Collection[str], owner: str) -> None:
+    """Refuse a key that its reader does not know, with the nearest one that it does."""
+    for key, value in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
+            rest = {name: item for name, item in given.items() if name != key} or None
+            instead = f"{field}={{{near[0]!r}: {value!r}}}" if near else f"{field}={rest}"
+            raise refusal(f"{field}[{key!r}]", value, f"{owner} has no option of this name", instead)
+
+
+def check_generation_names(given: dict[str, Any]) -> None:
+    """Refuse in `generation_kwargs` what transformers would store and never read."""
+    check_keys("generation_kwargs", given, set(vars(GenerationConfig())), "transformers' GenerationConfig")
+
+
+def check_scheduler_names(config: Any) -> None:
+    """Refuse in `lr_scheduler_kwargs` what the scheduler does not take."""
+    scheduler: Any = TYPE_TO_SCHEDULER_FUNCTION[config.lr_scheduler_type]
+    parameters = inspect.signature(scheduler).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        known = parameters.keys() - {"optimizer", "num_warmup_steps", "num_training_steps"}
+        check_keys("lr_scheduler_kwargs", config.lr_scheduler_kwargs or {}, known, config.lr_scheduler_type.value)
+
+
+def check_intervals(config: Any) -> None:
+    """Refuse an interval at which its strategy "steps" would never act."""
+    for name, strategy in INTERVALS.items():
+        value = getattr(config, name)
+        optional = name == "eval_steps"  # None is logging_steps
+        good = (is_number(value) and value > 0) or (optional and value is None)
+        if getattr(config, strategy) == "steps" and not good:
+            allowed = f"with {strategy}='steps' it must be a finite number > 0{' or None' if optional else ''}"
+            raise refusal(name, value, f"{allowed} (never: {strategy}='no')", f"{name}=10")
+
+
+def check_pad_to_multiple_of(value: Any) -> None:
+    """Refuse what is neither a whole number >= 1, as number or text, nor one of TRL's words."""
+    text = str(value).lower()
+    if text not in ("auto", "none", "null") and not (text.isdecimal() and int(text) >= 1):
+        allowed = "it must be a whole number >= 1, 'auto' or None"
+        raise refusal("pad_to_multiple_of", value, allowed, "pad_to_multiple_of=8")
+
+
+def check_report_to(value: Any) -> None:
+    """Refuse a tracker that transformers does not know."""
+    names = value if isinstance(value, (list, tuple)) else [value]
+    known = [*INTEGRATION_TO_CALLBACK, *(("all", "none") if len(names) == 1 else ())]
+    for name in names:
+        if name not in known:
+            nearest = nearest_first(str(name), known)
+            allowed = "it must be one of " + ", ".join(map(repr, nearest)) + ", or a list of them"
+            raise refusal("report_to", value, allowed, f"report_to={nearest[0]!r}")
+
+
+def check_accelerator_names(given: Any) -> None:
+    """Refuse in `accelerator_config` what accelerate does not know."""
+    if isinstance(given, dict):
+        check_keys("accelerator_config", given, {field.name for field in fields(AcceleratorConfig)}, "accelerate")
+
+
+def check_accelerator(resolved: AcceleratorConfig) -> None:
+    """Refuse settings of accelerate's dataloader that would break the trainer's batches."""
+    for name, (reason, instead) in ACCELERATOR.items():
+        if getattr(resolved, name):
+            raise refusal(f"accelerator_config[{name!r}]", getattr(resolved, name), reason, instead)
+    steps = (resolved.gradient_accumulation_kwargs or {}).get("num_steps")
+    if steps not in (None, 1):
+        field = "accelerator_config['gradient_accumulation_kwargs']['num_steps']"
+        reason = "it would change gradient_accumulation_steps after the batches were planned, it must be left out"
+        raise refusal(field, steps, reason, f"gradient_accumulation_steps={steps}")
