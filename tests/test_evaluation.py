@@ -129,6 +129,16 @@ def test_the_best_model_can_be_that_of_one_held_out_dataset(build):
     assert trainer.state.best_metric == 1
 
 
+@pytest.mark.parametrize(("trainer_class", "metric"), [(GRPOTrainer, "loss"), (DROTrainer, "reward")])
+def test_the_best_model_is_that_with_the_best_reward(build, trainer_class, metric):
+    every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    settings = {**every, "load_best_model_at_end": True, "max_steps": 3}
+    trainer = build(trainer_class, eval_dataset=prompts(2), settings=settings)
+    trainer.train()
+    values = [log[f"eval_{metric}"] for log in trainer.state.log_history if f"eval_{metric}" in log]
+    assert trainer.state.best_metric == (min if metric == "loss" else max)(values)
+
+
 @pytest.mark.parametrize(("trainer_class", "after"), [(GRPOTrainer, 0.5), (DROTrainer, 0)])
 def test_predict_gives_its_metrics_and_leaves_nothing_to_the_next_evaluation(build, trainer_class, after):
     trainer = build(trainer_class, reward_funcs=starts_with_a, eval_dataset=rows("bi=", "bj="))
@@ -202,17 +212,17 @@ def test_the_mode_of_the_model_is_as_before(build):
 
 @pytest.mark.parametrize(("trainer_class", "expected"), [(GRPOTrainer, 1 / 3), (DROTrainer, 0)])
 def test_metrics_that_were_not_logged_do_not_reach_the_next_run(build, trainer_class, expected):
-    values = iter([1.0, None, 0.0, 0.0])
+    broken = [True]
 
-    def reward(prompts, **_):
-        value = next(values)
-        if value is None:
+    def reward(prompts, trainer_state, **_):
+        if broken[0] and trainer_state.global_step == 2:
             raise RuntimeError("down")
-        return [value] * len(prompts)
+        return [float(broken[0])] * len(prompts)
 
     trainer = build(trainer_class, reward_funcs=reward, settings={"logging_steps": 10, "max_steps": 4})
     with pytest.raises(Exception, match="down"):
         trainer.train()
+    broken[0] = False
     trainer.train()
     assert trainer.state.log_history[-1]["reward"] == pytest.approx(expected)
 

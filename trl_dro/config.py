@@ -167,6 +167,8 @@ class DROConfig(GRPOConfig):
             self.activation_checkpointing = self.gradient_checkpointing
         if self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # transformers' default, the loss, says nothing in RL
         derived = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(self, name) is None]
         super().__post_init__()
         check_accelerator(cast(AcceleratorConfig, self.accelerator_config))
