@@ -90,7 +90,7 @@ def test_a_reward_that_raises_says_which_function_at_which_step(build):
     trainer = build(DROTrainer, reward_funcs=fragile, settings={"max_steps": 4})
     with pytest.raises(KeyError) as raised:
         trainer.train()
-    assert raised.value.__notes__ == ["Raised by reward function 'fragile' at step 2."]
+    assert raised.value.__notes__[0] == "Raised by reward function 'fragile' at step 2."
 
 
 async def async_infinite(completions, **_) -> list[float]:

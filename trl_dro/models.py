@@ -1,6 +1,7 @@
 """What the trainer does to models beside training them: dropout, position ids, the reference adapter."""
 
 import inspect
+import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import is_peft_model
@@ -12,6 +13,36 @@ from .config_rules import refusal
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+# Settings of a model's own generation_config by which other tokens, or other numbers of them, are sampled, and their
+# neutral values. transformers applies them wherever the trainer's are None.
+_MODEL_SAMPLING: dict[str, Any] = {
+    "min_p": 0.0,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "guidance_scale": None,
+    "watermarking_config": None,
+    "renormalize_logits": False,
+    "remove_invalid_values": False,
+    "return_dict_in_generate": False,
+}
 
 
 def is_adapter_model(model: Any) -> bool:
@@ -34,12 +65,21 @@ def check_reference(model: Any, args: DROConfig, peft_config: Any) -> None:
     """Refuse what TRL refuses after loading everything, or with an error from inside the Hub client.
 
     Raises:
-        ValueError: the reference model cannot be had, or cannot be synced.
+        ValueError: there is no model, or its reference cannot be had or synced.
     """
+    if not isinstance(model, (str, nn.Module)):
+        raise ValueError(
+            f"model={model!r} is refused: it must be a name or path, or a model. Write `model='Qwen/Qwen3-0.6B'`."
+        )
     adapter = peft_config is not None or is_adapter_model(model)
     if adapter:
         check_sync_with_adapter(args)
-    if args.needs_reference and not adapter and not isinstance(model, str) and not model.config.name_or_path:
+    if (
+        args.needs_reference
+        and not adapter
+        and not isinstance(model, str)
+        and not cast(Any, model).config.name_or_path
+    ):
         name, value = ("beta", args.beta) if args.beta else ("anchor_policy", args.anchor_policy)
         allowed = "the reference model is loaded from where the policy came from, and this model was built in memory"
         instead = "model.save_pretrained(path); DROTrainer(model=path, ...)"
@@ -82,19 +122,49 @@ def disable_functional_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def count_positions_from_the_mask(model: nn.Module) -> None:
+def without_model_sampling(model: Any) -> dict[str, None]:
+    """The attributes to set on `model.generation_config` while the trainer samples by its own settings alone."""
+    return {name: None for name in _MODEL_SAMPLING if getattr(model.generation_config, name, None) is not None}
+
+
+def warn_of_model_sampling(model: Any, generation_config: Any) -> None:
+    """Say which sampling settings of the model are left out.
+
+    Args:
+        model: the policy.
+        generation_config: the trainer's settings, which come first.
+    """
+    left_out = {
+        name: value
+        for name in without_model_sampling(model)
+        if (value := getattr(model.generation_config, name)) not in (_MODEL_SAMPLING[name], [])
+        and getattr(generation_config, name, None) is None
+    }
+    if left_out:
+        written = ", ".join(f"{name}={value!r}" for name, value in left_out.items())
+        warnings.warn(
+            f"The model's own generation_config sets {written}. It is left out in training, as with vLLM, so that "
+            "completions are scored as they are sampled. Write in the DROConfig what is to apply.",
+            stacklevel=3,
+        )
+
+
+def count_positions_from_the_mask(model: nn.Module) -> int | None:
     """Make a model with absolute positions score a row as it generated it, whatever padding is on its left.
 
     `generate` counts positions from the first real token. TRL scores without position ids, so a model with a table of
     absolute positions (GPT-2 and its like) would count from the first column instead. Models with rotary or relative
     positions do not care where counting starts, and stay as they are.
+
+    Returns:
+        How many positions the table has; None for a model without one.
     """
     base: Any = cast(Any, model).get_base_model() if is_peft_model(model) else model
     # A multimodal model makes its own, with more than one axis.
     multimodal = base.config.get_text_config() is not base.config
     rotary = any(hasattr(base.config, name) for name in ("rope_parameters", "rope_theta", "rotary_dim", "alibi"))
     if multimodal or rotary or "position_ids" not in inspect.signature(type(base).forward).parameters:
-        return
+        return None
 
     def add_position_ids(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         mask: Tensor | None = kwargs.get("attention_mask")
@@ -103,3 +173,4 @@ def count_positions_from_the_mask(model: nn.Module) -> None:
         return args, kwargs
 
     base.register_forward_pre_hook(add_position_ids, with_kwargs=True)
+    return getattr(base.config, "max_position_embeddings", None)

@@ -1,11 +1,20 @@
-"""The order of prompts, and completions that came back empty."""
+"""The order of prompts, and what engines and rollout functions bring back."""
 
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
+
+from .checks import RESERVED_COLUMNS
+
+
+# Log-probs are at most 0, give or take an engine's rounding.
+TOLERANCE = 1e-3
+
+_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class ResumableSampler(Sampler):
@@ -34,21 +43,183 @@ def fill_empty(completion_ids: list[list[int]], logprobs: Any, eos: int) -> tupl
     return [list(ids) if len(ids) else [eos] for ids in completion_ids], logprobs
 
 
-def without_empty_completions(rollout_func: Callable[..., dict[str, Any]] | None) -> Any:
-    """The rollout function, with `fill_empty` applied to what it returns."""
+def check_prompt_ids(prompt_ids: Any, source: str, positions: int | None = None) -> None:
+    """Refuse prompts that no completion can begin after.
+
+    Args:
+        prompt_ids: the tokens of each prompt.
+        source: where they come from.
+        positions: how many positions the model can tell apart, None if they are not counted.
+
+    Raises:
+        ValueError: a prompt has no tokens, or fills all positions.
+    """
+    for row, ids in enumerate(prompt_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"{source} has no tokens in row {row} of the batch (an empty text?): there is nothing to continue. "
+                "Write `dataset.filter(lambda row: row['prompt'])`."
+            )
+        if positions is not None and len(ids) >= positions:
+            raise ValueError(
+                f"{source} has {len(ids)} tokens in row {row} of the batch, the model has only {positions} positions "
+                f"for prompt and completion together. Leave out prompts of {positions} tokens and more."
+            )
+
+
+def shortened(prompt_ids: list[list[int]], positions: int | None, wanted: int | None) -> dict[str, int]:
+    """The generation setting by which the longest prompt and its completion fit the model's positions.
+
+    Args:
+        prompt_ids: the tokens of each prompt.
+        positions: how many positions the model can tell apart, None if they are not counted.
+        wanted: tokens of a completion, at most; None leaves it to the model.
+    """
+    if positions is None or wanted is None:
+        return {}
+    room = positions - max(len(ids) for ids in prompt_ids)
+    if wanted <= room:
+        return {}
+    warnings.warn(
+        f"max_completion_length={wanted} goes beyond the {positions} positions of the model for some prompts: their "
+        "batch gets shorter completions.",
+        stacklevel=3,
+    )
+    return {"max_new_tokens": room}
+
+
+def check_completions(source: str, rows: int, completion_ids: Any, logprobs: Any) -> Any:
+    """Refuse completions and log-probs that do not belong together.
+
+    Args:
+        source: the engine or function that they come from.
+        rows: how many completions are due.
+        completion_ids: the tokens of each completion.
+        logprobs: the log-prob of each of these tokens, or None; None or NaN where there is none.
+
+    Returns:
+        The log-probs as lists of one number (or None) for each token.
+
+    Raises:
+        ValueError: a completion or log-prob is missing or left over, or a log-prob is none.
+    """
+    _check_rows(source, "completion_ids", completion_ids, rows)
+    if logprobs is None:
+        return None
+    _check_rows(source, "logprobs", logprobs, rows)
+    checked = []
+    for row, (ids, values) in enumerate(zip(completion_ids, logprobs, strict=True)):
+        _check_length(source, "logprobs", row, values, len(ids))
+        values = [_single(value) for value in _plain(values)]
+        for value in values:
+            if value is not None and not isinstance(value, (int, float)):
+                raise ValueError(
+                    f"{source} returned logprobs with {value!r} in row {row}: each token has one number, the log-prob "
+                    "of the token that was sampled (None where there is none)."
+                )
+            if value is not None and value > TOLERANCE:
+                raise ValueError(
+                    f"{source} returned logprobs with {value!r} in row {row}, a log-prob is at most 0. Of "
+                    "probabilities take the logarithm: `math.log(p)`."
+                )
+        checked.append(values)
+    return checked
+
+
+def checked_rollouts(rollout_func: Callable[..., dict[str, Any]] | None) -> Any:
+    """The rollout function, with what it returns checked and `fill_empty` applied."""
     if rollout_func is None:
         return None
 
     def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
-        output = dict(rollout_func(prompts, trainer))
-        ids = output.get("completion_ids", [])
+        output = _checked_output(rollout_func(prompts, trainer), len(prompts), trainer.max_positions)
+        ids = output["completion_ids"]
         if not all(len(row) for row in ids):
             if output.get("env_mask") is not None:
                 output["env_mask"] = [
                     mask if len(row) else [1] for row, mask in zip(ids, output["env_mask"], strict=True)
                 ]
-            filled = fill_empty(ids, output.get("logprobs"), trainer.eos_token_ids[0])
+            filled = fill_empty(ids, output["logprobs"], trainer.eos_token_ids[0])
             output["completion_ids"], output["logprobs"] = filled
         return output
 
     return rollout
+
+
+def _checked_output(output: Any, rows: int, positions: int | None) -> dict[str, Any]:
+    if not isinstance(output, Mapping):
+        raise ValueError(
+            f"rollout_func returned a {type(output).__name__}, it must return a dict with the keys "
+            f"{', '.join(map(repr, _REQUIRED))}."
+        )
+    missing = [key for key in _REQUIRED if key not in output]
+    if missing:
+        raise ValueError(
+            f"rollout_func returned a dict without {', '.join(map(repr, missing))}, it must have the keys "
+            f"{', '.join(map(repr, _REQUIRED))}. Write `'logprobs': None` if there are none."
+        )
+    checked = dict(output)
+    prompt_ids, completion_ids = checked["prompt_ids"], checked["completion_ids"]
+    _check_rows("rollout_func", "prompt_ids", prompt_ids, rows)
+    check_prompt_ids(prompt_ids, "the prompt_ids of rollout_func", positions)
+    checked["logprobs"] = check_completions("rollout_func", rows, completion_ids, checked["logprobs"])
+    for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        if positions is not None and len(prompt) + len(completion) > positions:
+            raise ValueError(
+                f"rollout_func returned {len(prompt)} prompt_ids and {len(completion)} completion_ids in row {row}, "
+                f"the model has only {positions} positions for both together."
+            )
+    if checked.get("env_mask") is not None:
+        _check_rows("rollout_func", "env_mask", checked["env_mask"], rows)
+        for row, mask in enumerate(checked["env_mask"]):
+            _check_length("rollout_func", "env_mask", row, mask, len(completion_ids[row]))
+    for key in checked.keys() - {*_REQUIRED, "env_mask"}:
+        checked[key] = _checked_field(key, checked[key], rows)
+    return checked
+
+
+def _checked_field(key: str, values: Any, rows: int) -> Any:
+    """A field for the reward functions: a list is one value for each row, anything else is the same for all."""
+    if key in RESERVED_COLUMNS:
+        raise ValueError(
+            f"rollout_func returned the key {key!r}, a name under which the trainer passes something else to reward "
+            f"functions (reserved: {', '.join(RESERVED_COLUMNS)}). Write `'my_{key}': ...`."
+        )
+    if isinstance(values, tuple) or getattr(values, "ndim", 0) > 0:
+        return list(_plain(values)) if len(values) == rows else values
+    if isinstance(values, list) and len(values) != rows:
+        raise ValueError(
+            f"rollout_func returned {len(values)} values of {key!r} for {rows} prompts: a list must have one for each "
+            "(a number, a text or a dict is the same for all)."
+        )
+    return values
+
+
+def _check_rows(source: str, key: str, values: Any, rows: int) -> None:
+    if not isinstance(values, Sized) or isinstance(values, (str, Mapping)):
+        raise ValueError(f"{source} returned {key}={values!r}: it must be a list with a list for each prompt.")
+    if len(values) != rows:
+        raise ValueError(
+            f"{source} returned {len(values)} rows of {key} for {rows} prompts: there must be one for each (a prompt "
+            "comes once for each of its completions)."
+        )
+
+
+def _check_length(source: str, key: str, row: int, values: Any, tokens: int) -> None:
+    if not isinstance(values, Sized) or len(values) != tokens:
+        given = len(values) if isinstance(values, Sized) else repr(values)
+        raise ValueError(
+            f"{source} returned {given} {key} for the {tokens} completion_ids of row {row}: there must be one for "
+            "each token."
+        )
+
+
+def _plain(values: Any) -> Any:
+    """A tensor or array as nested lists, anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _single(value: Any) -> Any:
+    """The log-prob of a token, which vLLM reports as a list of one."""
+    value = _plain(value)
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value

@@ -6,6 +6,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +19,17 @@ from transformers.trainer_utils import PredictionOutput
 from trl import GRPOTrainer
 
 from .aggregation import aggregate_loss
-from .checks import check_args, check_columns, check_datasets, checked_rewards
+from .checks import (
+    COMPLETION_COLUMN,
+    check_args,
+    check_columns,
+    check_data,
+    check_tokenizer,
+    checked_reward,
+    checked_rewards,
+    checked_rows,
+    reward_names,
+)
 from .config import DROConfig
 from .config_rules import refusal
 from .evaluation import Evaluation, reduce_batches, unlimited_copy
@@ -30,10 +41,12 @@ from .models import (
     count_positions_from_the_mask,
     disable_functional_dropout,
     is_adapter_model,
+    warn_of_model_sampling,
+    without_model_sampling,
 )
 from .objectives import DRO
 from .policy_loss import PolicyLossInputs, PolicyLossOutput, apply_correction_weights
-from .rollouts import ResumableSampler, fill_empty, without_empty_completions
+from .rollouts import ResumableSampler, check_completions, check_prompt_ids, checked_rollouts, fill_empty, shortened
 from .windows import block_and_slot, trained_counts
 
 
@@ -48,8 +61,8 @@ PRIVATE_NAMES = {
     "GRPOTrainer._prepare_inputs": "extended: plans the window, generates what it needs, attaches its counts",
     "GRPOTrainer._generate_and_score_completions": "extended: decides which policies are scored",
     "GRPOTrainer._get_train_sampler": "extended: a resumed run continues its epoch",
-    "GRPOTrainer._calculate_rewards": "extended: infinite rewards are refused",
-    "GRPOTrainer._generate_single_turn": "extended: empty completions, precision and mode of continuous batching",
+    "GRPOTrainer._calculate_rewards": "extended: infinite rewards and NaN of models are refused",
+    "GRPOTrainer._generate_single_turn": "extended: sampling, lengths, empty completions, continuous batching",
     "GRPOTrainer._get_per_token_logps_and_entropies": "extended: on a CPU, only what is asked for is scored",
     "GRPOTrainer._step": "read: micro-steps so far",
     "GRPOTrainer._buffered_inputs": "read and reset: the micro-batches of one generated batch",
@@ -156,7 +169,17 @@ class DROTrainer(GRPOTrainer):
     ):
         args = check_args(args, has_rollout_func=rollout_func is not None)
         check_reference(model, args, peft_config)
-        check_datasets(args, train_dataset, eval_dataset, has_environment=environment_factory is not None)
+        given: dict[str, Any] = {
+            "has_environment": environment_factory is not None,
+            "has_rollout_func": rollout_func is not None,
+        }
+        generates = rollout_func is None and not args.use_vllm
+        check_tokenizer(processing_class, generates=generates)
+        check_data(args, train_dataset, eval_dataset, **given)
+        rewards = checked_rewards(
+            reward_funcs, args, reward_processing_classes, has_environment=environment_factory is not None
+        )
+        checked = len(rewards)  # TRL adds the rewards of environments
         self.policy_loss = args.build_policy_loss()
         # TRL builds, places and syncs a reference model only for a KL coefficient.
         reference = args.beta or float(args.needs_reference)
@@ -166,7 +189,7 @@ class DROTrainer(GRPOTrainer):
         with _temporarily(args, beta=reference):
             super().__init__(
                 model=model,
-                reward_funcs=checked_rewards(reward_funcs),
+                reward_funcs=rewards,
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -177,15 +200,24 @@ class DROTrainer(GRPOTrainer):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
                 tools=tools,
-                rollout_func=without_empty_completions(rollout_func),
+                rollout_func=checked_rollouts(rollout_func),
                 environment_factory=environment_factory,
             )
+        check_tokenizer(self.processing_class, generates=generates)
+        multimodal = isinstance(self.processing_class, ProcessorMixin)
+        self.data_collator = cast(Any, partial(checked_rows, multimodal=multimodal, **given))
+        self.reward_func_names[:] = reward_names(self.reward_func_names, self.reward_funcs)
+        for index in range(checked, len(self.reward_funcs)):
+            of_environment = cast(Callable, self.reward_funcs[index])
+            self.reward_funcs[index] = checked_reward(of_environment, self.reward_func_names[index])
+        if generates:
+            warn_of_model_sampling(self.model, self.generation_config)
         self.beta = args.beta
         if args.disable_dropout:
             disable_functional_dropout(self.model)
-        for scored in (self.model, self.ref_model):
-            if scored is not None:
-                count_positions_from_the_mask(self.accelerator.unwrap_model(scored))
+        self.max_positions = count_positions_from_the_mask(self.accelerator.unwrap_model(self.model))
+        if self.ref_model is not None:
+            count_positions_from_the_mask(self.accelerator.unwrap_model(self.ref_model))
         self._accumulators = {"train": MetricAccumulator(), "eval": MetricAccumulator()}
         # Generated blocks still in use, by index: their micro-batches, counts (slots, 2) over all ranks, and birth.
         self._blocks: dict[int, tuple[list[dict[str, Any]], Tensor, int]] = {}
@@ -260,24 +292,39 @@ class DROTrainer(GRPOTrainer):
         self._pending_metrics.clear()
         self._pending_extra_logs.clear()
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Also what reward models and environments give, which no wrapper has seen, must be finite."""
-        rewards = super()._calculate_rewards(*args, **kwargs)
-        if rewards.isinf().any():
-            row, function = rewards.isinf().nonzero()[0].tolist()
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
+        """With the dataset's column 'completion'. What reward models give, which no wrapper has seen, is checked."""
+        # TRL passes every column but this one.
+        inputs = [{**row, COMPLETION_COLUMN: row["completion"]} if "completion" in row else row for row in inputs]
+        rewards = super()._calculate_rewards(inputs, *args, **kwargs)
+        models = torch.tensor([isinstance(reward, nn.Module) for reward in self.reward_funcs], device=rewards.device)
+        bad = rewards.isinf() | (rewards.isnan() & models)  # NaN of a function is a reward that does not apply
+        if bad.any():
+            row, function = bad.nonzero()[0].tolist()
+            what = "infinite" if rewards[row, function].isinf() else "NaN"
             raise ValueError(
-                f"reward {self.reward_func_names[function]!r} is infinite for row {row} at step "
+                f"reward {self.reward_func_names[function]!r} is {what} for row {row} at step "
                 f"{self.state.global_step}: it must be finite."
             )
         return rewards
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+    def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        positions = None if self.use_vllm else self.max_positions  # vLLM knows its own
+        check_prompt_ids(prompt_ids, "the prompt", positions)
         training = self.model.training
         # With continuous batching TRL casts the weights to half precision for good, and leaves evaluation mode.
         precision = {"bf16": False, "fp16": False} if self.use_transformers_continuous_batching else {}
-        with _temporarily(self.args, **precision):
-            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        with (
+            _temporarily(self.args, **precision),
+            _temporarily(self.model.generation_config, **without_model_sampling(self.model)),
+            _temporarily(
+                getattr(self, "generation_config", None),
+                **shortened(prompt_ids, positions, self.max_completion_length),
+            ),
+        ):
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self.model.train(training)
+        logprobs = check_completions("the generation engine", len(prompt_ids), completion_ids, logprobs)
         return fill_empty(completion_ids, logprobs, self.eos_token_ids[0])
 
     # Windows
