@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from trl_dro import DROTrainer
 
 from .test_inherited_faults import gpt2, scripted
+from .test_vlm import tiny_processor, tiny_vlm
 from .tiny import length_reward, prompts, tiny_model, tiny_tokenizer
 
 
@@ -218,6 +219,23 @@ def test_a_column_of_no_images_is_taken_for_images_in_trl(build, trainer_class, 
     trainer = build(trainer_class, train_dataset=Dataset.from_dict({"prompt": ["a="] * 8, **columns}))
     if trainer_class is GRPOTrainer:
         with pytest.raises(ValueError, match="Multimodal training requires conversational prompts"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert trainer.state.global_step == 2
+
+
+@BOTH
+def test_a_batch_without_images_breaks_a_multimodal_model_in_trl(build, trainer_class):
+    def reward(completions, **_):
+        return length_reward([completion[0]["content"] for completion in completions])
+
+    rows = Dataset.from_dict({"prompt": [conversation(("user", "ab"))] * 8, "image": [None] * 8})
+    trainer = build(
+        trainer_class, model=tiny_vlm(), reward_funcs=reward, train_dataset=rows, tokenizer=tiny_processor("llava")
+    )
+    if trainer_class is GRPOTrainer:
+        with pytest.raises(TypeError, match="NoneType"):
             trainer.train()
     else:
         trainer.train()
