@@ -111,26 +111,25 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=ROOT / "docs" / "images")
     arguments, options = parser.parse_known_args()
     benchmark = BENCHMARKS[arguments.name]
-    runs = []
-    for variant, recipe in benchmark.recipes.items():
-        for seed in arguments.seeds or benchmark.seeds:
-            runs.append({"variant": variant, **run(recipe, seed, benchmark.reward, [*benchmark.options, *options])})
-            print(
-                f"{variant} seed {seed}: held-out {runs[-1]['held_out_before']:.2f} -> "
-                f"{runs[-1]['held_out_after']:.2f}, {runs[-1]['training_seconds']} s of training, "
-                f"{runs[-1]['seconds']} s in all".lstrip(),
-                flush=True,
-            )
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     packages = ("torch", "transformers", "trl", "trl-dro")
-    report = {
+    report: dict = {
         "command": f"python tests/benchmarks/learning_curve.py {arguments.name}",
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU",
         "versions": {name: version(name) for name in packages},
-        "runs": runs,
+        "runs": [],
     }
-    (arguments.output_dir / f"{arguments.name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(benchmark, runs, arguments.output_dir / f"{arguments.name}.png")
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    for variant, recipe in benchmark.recipes.items():
+        for seed in arguments.seeds or benchmark.seeds:
+            result = {"variant": variant, **run(recipe, seed, benchmark.reward, [*benchmark.options, *options])}
+            report["runs"].append(result)
+            print(
+                f"{variant} seed {seed}: held-out {result['held_out_before']:.2f} -> {result['held_out_after']:.2f}, "
+                f"{result['training_seconds']} s of training, {result['seconds']} s in all".lstrip(),
+                flush=True,
+            )
+            (arguments.output_dir / f"{arguments.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+            draw(benchmark, report["runs"], arguments.output_dir / f"{arguments.name}.png")
 
 
 if __name__ == "__main__":
