@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from trl_dro import DROConfig, DROTrainer
 from trl_dro.aggregation import LOSS_AGG_MODES
@@ -74,8 +75,15 @@ def trained(world_size: int, mode: str, rollout: str, output_dir: str) -> DROTra
     return trainer
 
 
+def evaluated(trainer: DROTrainer) -> float:
+    """The held-out reward of five rows, which no two processes can share evenly."""
+    trainer.reward_funcs = [lambda prompts, **_: [float(prompt.startswith("a")) for prompt in prompts]]
+    trainer.args.per_device_eval_batch_size = 4
+    return trainer.evaluate(Dataset.from_dict({"prompt": ["ai=", "bi=", "ci=", "di=", "ei="]}))["eval_reward"]
+
+
 def main(world_size: int, path: str) -> None:
-    results = {}
+    results: dict = {}
     for mode in LOSS_AGG_MODES:
         for rollout in ROLLOUTS:
             with tempfile.TemporaryDirectory() as output_dir:
@@ -83,6 +91,7 @@ def main(world_size: int, path: str) -> None:
             if trainer.accelerator.is_main_process:
                 logs = [{name: log[name] for name in LOGGED} for log in trainer.state.log_history[:STEPS]]
                 results[mode, rollout] = {"weights": weights(trainer), "logs": logs}
+    results["eval_reward"] = evaluated(trainer)
     if trainer.accelerator.is_main_process:
         torch.save(results, path)
     if world_size > 1:
@@ -102,7 +111,7 @@ def launch(world_size: int, path: Path) -> dict:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},
     )
@@ -128,6 +137,11 @@ def test_two_processes_give_the_weights_and_logs_of_one(runs, mode, rollout):
         assert logged == pytest.approx(expected, rel=1e-4, abs=1e-7)
     # The second pass over a batch is away from its anchor, so that its distance is more than rounding.
     assert one["logs"][1]["dro/kl_k2"] > 1e-6
+
+
+@pytest.mark.parametrize("world_size", GEOMETRIES)
+def test_rows_that_are_evaluated_twice_to_fill_a_batch_count_once(runs, world_size):
+    assert runs[world_size]["eval_reward"] == pytest.approx(1 / 5)
 
 
 if __name__ == "__main__":

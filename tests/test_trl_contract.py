@@ -11,12 +11,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 import trl_dro
 from trl_dro import DROTrainer
-from trl_dro.trainer import _MODEL_INPUTS, PRIVATE_NAMES
+from trl_dro.steering import PRIVATE_NAMES
+from trl_dro.trainer import _MODEL_INPUTS
 
 from .tiny import length_reward, prompts, tiny_model, tiny_tokenizer
 
 
 PACKAGE = Path(trl_dro.__file__).parent
+TRAINERS = ("evaluation.py", "trainer.py")
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +49,8 @@ def test_every_private_name_still_exists(grpo):
 
 
 def test_the_list_of_private_names_is_complete():
-    """Every `self._x` or `super()._x` of the trainer is its own, or listed."""
-    tree = ast.parse((PACKAGE / "trainer.py").read_text())
+    """Every `self._x` or `super()._x` of the trainers is its own, or listed."""
+    tree = ast.parse("\n".join((PACKAGE / name).read_text() for name in TRAINERS))
     used = {
         node.attr
         for node in ast.walk(tree)
@@ -77,7 +79,7 @@ def source_of_grpo_attributes() -> set[str]:
 
 
 def test_no_own_attribute_shadows_one_of_trl():
-    tree = ast.parse((PACKAGE / "trainer.py").read_text())
+    tree = ast.parse("\n".join((PACKAGE / name).read_text() for name in TRAINERS))
     own = {
         target.attr
         for node in ast.walk(tree)

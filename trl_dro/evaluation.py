@@ -1,14 +1,23 @@
-"""What one evaluation measures: over its rows, where TRL averages its batches."""
+"""Evaluation apart from training: measured over its rows, where TRL averages its batches."""
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.trainer_utils import PredictionOutput
+from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
+
+from .checks import check_columns
+from .config import DROConfig
+from .metrics import MetricAccumulator
+from .steering import temporarily
 
 
 @dataclass
@@ -98,3 +107,122 @@ def _columns(logs: Mapping[str, Any]) -> list[deque]:
 
 def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+class EvaluatingTrainer(GRPOTrainer):
+    """TRL's trainer, with metrics kept on the device and evaluations that leave no trace in training."""
+
+    args: DROConfig
+    model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._accumulators = {"train": MetricAccumulator(), "eval": MetricAccumulator()}
+        self._evaluation: Evaluation | None = None
+        self._latest_logs = self._logs
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """As in transformers, with metrics over all rows, and without a trace in training.
+
+        Every batch must hold whole groups of completions.
+        """
+        self.args.check_evaluation_batch()
+        check_columns("eval_dataset", eval_dataset, has_environment=self.environment_factories is not None)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            # With persistent workers transformers would take the data of the call before.
+            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
+        if isinstance(dataset, str):
+            dataset = cast(dict, self.eval_dataset)[dataset]
+        with self._evaluating(metric_key_prefix, dataset):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """As in transformers: `predictions` stay None, `metrics` hold the loss, the rewards and the rest."""
+        self.args.check_evaluation_batch()
+        check_columns("test_dataset", test_dataset, has_environment=self.environment_factories is not None)
+        with self._evaluating(metric_key_prefix, test_dataset):
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            cast(dict, output.metrics).update(self._flush_metrics())
+        return output
+
+    @contextmanager
+    def _evaluating(self, prefix: str, dataset: Any) -> Iterator[None]:
+        """Evaluation apart from training: with metrics, logs, random numbers and a model mode of its own."""
+        training = self.model.training
+        self._start_metrics("eval")
+        generations = self.args.num_generations_eval or cast(int, self.args.num_generations)
+        wanted = len(dataset) * generations if hasattr(dataset, "__len__") else None
+        evaluation = Evaluation(prefix, unlimited_copy(self._logs), wanted)
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices),
+            temporarily(self, _evaluation=evaluation, _logs=evaluation.logs),
+        ):
+            try:
+                yield
+            finally:
+                self.model.train(training)
+
+    def _start_metrics(self, mode: str) -> None:
+        """Forget what an interrupted call left behind."""
+        self._accumulators[mode] = MetricAccumulator()
+        self._metrics[mode].clear()
+        self._pending_metrics.clear()
+        self._pending_extra_logs.clear()
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        self._latest_logs = self._logs
+        if self._evaluation is not None:
+            self._evaluation.rows.append(len(inputs) * self.accelerator.num_processes)
+        return output
+
+    def last_completions(self) -> list[tuple[Any, Any]]:
+        """Prompts and completions (strings or lists of messages) of the latest generation, oldest first.
+
+        Of training, at most `generation_batch_size` rows over all ranks; of an evaluation, every row.
+        """
+        return list(zip(self._latest_logs["prompt"], self._latest_logs["completion"], strict=True))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in TRL. Minima and maxima are those of the whole stretch; evaluations keep completions of their own."""
+        logs.update(self._flush_metrics())  # type: ignore[arg-type]  # None where a metric has no value, as in TRL
+        with self._completions_file():
+            super().log(logs, start_time)
+
+    def _flush_metrics(self) -> dict[str, float | None]:
+        """The metrics since the last flush, under the names they are logged by."""
+        mode = "train" if self._evaluation is None else "eval"
+        for name, value in self._accumulators[mode].flush().items():
+            self._metrics[mode][name].append(value)
+        batches = dict(self._metrics[mode])
+        self._metrics[mode].clear()
+        if self._evaluation is None:
+            return {name: reduce_batches(name, values) for name, values in batches.items()}
+        metrics = self._evaluation.metrics(batches, self.reward_func_names, self.reward_weights)
+        return {f"{self._evaluation.prefix}_{name}": value for name, value in metrics.items()}
+
+    @contextmanager
+    def _completions_file(self) -> Iterator[None]:
+        """Training and evaluation at the same step each keep their table of completions, which TRL names alike."""
+        if self._evaluation is None or not self.log_completions or not self.accelerator.is_main_process:
+            yield
+            return
+        table = Path(str(self.args.output_dir), "completions", f"completions_{self.state.global_step:05d}.parquet")
+        aside = table.with_suffix(".train")
+        if table.exists():
+            table.rename(aside)
+        yield
+        table.rename(table.with_name(table.name.replace("completions_", f"{self._evaluation.prefix}_")))
+        if aside.exists():
+            aside.rename(table)

@@ -5,9 +5,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,14 +13,12 @@ import trl.trainer.utils
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from transformers.trainer_utils import PredictionOutput
 from trl import GRPOTrainer
 
 from .aggregation import aggregate_loss
 from .checks import (
     COMPLETION_COLUMN,
     check_args,
-    check_columns,
     check_data,
     check_tokenizer,
     checked_reward,
@@ -32,9 +28,9 @@ from .checks import (
 )
 from .config import DROConfig
 from .config_rules import refusal
-from .evaluation import Evaluation, reduce_batches, unlimited_copy
+from .evaluation import EvaluatingTrainer
 from .masking import masked_mean
-from .metrics import MetricAccumulator, add_log_ratio_metrics
+from .metrics import add_log_ratio_metrics
 from .models import (
     add_reference_adapter,
     check_reference,
@@ -47,6 +43,7 @@ from .models import (
 from .objectives import DRO
 from .policy_loss import PolicyLossInputs, PolicyLossOutput, apply_correction_weights
 from .rollouts import ResumableSampler, check_completions, check_prompt_ids, checked_rollouts, fill_empty, shortened
+from .steering import temporarily
 from .windows import block_and_slot, trained_counts
 
 
@@ -54,31 +51,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
 
-
-# Every private name of TRL and transformers that this package reads, sets or overrides.
-# tests/test_trl_contract.py checks that each still exists and still means the same.
-PRIVATE_NAMES = {
-    "GRPOTrainer._prepare_inputs": "extended: plans the window, generates what it needs, attaches its counts",
-    "GRPOTrainer._generate_and_score_completions": "extended: decides which policies are scored",
-    "GRPOTrainer._get_train_sampler": "extended: a resumed run continues its epoch",
-    "GRPOTrainer._calculate_rewards": "extended: infinite rewards and NaN of models are refused",
-    "GRPOTrainer._generate_single_turn": "extended: sampling, lengths, empty completions, continuous batching",
-    "GRPOTrainer._get_per_token_logps_and_entropies": "extended: on a CPU, only what is asked for is scored",
-    "GRPOTrainer._step": "read: micro-steps so far",
-    "GRPOTrainer._buffered_inputs": "read and reset: the micro-batches of one generated batch",
-    "GRPOTrainer._metrics": "written, read and cleared: metrics to report, a list for each",
-    "GRPOTrainer._logs": "read, set while evaluating: the latest prompts, completions and rewards",
-    "GRPOTrainer._pending_metrics": "cleared: metrics of reward functions that a failed call left behind",
-    "GRPOTrainer._pending_extra_logs": "cleared: columns of reward functions that a failed call left behind",
-    "Trainer._eval_dataloaders": "an entry removed: the data loader kept for persistent workers",
-    "GRPOTrainer._entropy_bonus_enabled": "read: whether the entropy bonus is active",
-    "GRPOTrainer._last_world_entropy": "read and set: entropy of the last window, checkpointed by TRL",
-    "GRPOTrainer._name": "set: the method's name in model cards",
-    "GRPOTrainer._paper": "set: the paper cited in model cards",
-    "GRPOTrainer._tag_names": "set: tags of pushed models",
-    "GRPOConfig._VALID_DICT_FIELDS": "extended: dict fields accepted as JSON",
-    "utils._use_triton": "set while scoring on a CPU: whether the LM head leaves out prompts and padding",
-}
 
 # Inputs of multimodal models, by the names TRL's scoring method takes them.
 _MODEL_INPUTS = [
@@ -98,7 +70,7 @@ _MODEL_INPUTS = [
 ]
 
 
-class DROTrainer(GRPOTrainer):
+class DROTrainer(EvaluatingTrainer):
     """
     Trainer for Direct Reward Optimization and the other registered policy objectives.
 
@@ -186,7 +158,7 @@ class DROTrainer(GRPOTrainer):
         if reference and peft_config is None and is_adapter_model(model):
             add_reference_adapter(cast("PeftModel", model))
             reference = 0.0
-        with _temporarily(args, beta=reference):
+        with temporarily(args, beta=reference):
             super().__init__(
                 model=model,
                 reward_funcs=rewards,
@@ -218,13 +190,10 @@ class DROTrainer(GRPOTrainer):
         self.max_positions = count_positions_from_the_mask(self.accelerator.unwrap_model(self.model))
         if self.ref_model is not None:
             count_positions_from_the_mask(self.accelerator.unwrap_model(self.ref_model))
-        self._accumulators = {"train": MetricAccumulator(), "eval": MetricAccumulator()}
         # Generated blocks still in use, by index: their micro-batches, counts (slots, 2) over all ranks, and birth.
         self._blocks: dict[int, tuple[list[dict[str, Any]], Tensor, int]] = {}
         self._window_start = 0
         self._window_batches: list[Any] = []
-        self._evaluation: Evaluation | None = None
-        self._latest_logs = self._logs
 
     # Data and generation
 
@@ -232,65 +201,6 @@ class DROTrainer(GRPOTrainer):
         """TRL's sampler, which in a resumed run goes on with the epoch that was interrupted."""
         sampler = super()._get_train_sampler(dataset)
         return ResumableSampler(sampler, lambda: int(self.state.epoch or 0))
-
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """As in transformers, with metrics over all rows, and without a trace in training.
-
-        Every batch must hold whole groups of completions.
-        """
-        self.args.check_evaluation_batch()
-        check_columns("eval_dataset", eval_dataset, has_environment=self.environment_factories is not None)
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, dict):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            # With persistent workers transformers would take the data of the call before.
-            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
-        if isinstance(dataset, str):
-            dataset = cast(dict, self.eval_dataset)[dataset]
-        with self._evaluating(metric_key_prefix, dataset):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """As in transformers: `predictions` stay None, `metrics` hold the loss, the rewards and the rest."""
-        self.args.check_evaluation_batch()
-        check_columns("test_dataset", test_dataset, has_environment=self.environment_factories is not None)
-        with self._evaluating(metric_key_prefix, test_dataset):
-            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
-            cast(dict, output.metrics).update(self._flush_metrics())
-        return output
-
-    @contextmanager
-    def _evaluating(self, prefix: str, dataset: Any) -> Iterator[None]:
-        """Evaluation apart from training: with metrics, logs, random numbers and a model mode of its own."""
-        training = self.model.training
-        self._drop_unlogged("eval")
-        self._accumulators["eval"] = MetricAccumulator()
-        generations = self.args.num_generations_eval or cast(int, self.args.num_generations)
-        wanted = len(dataset) * generations if hasattr(dataset, "__len__") else None
-        evaluation = Evaluation(prefix, unlimited_copy(self._logs), wanted)
-        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
-        with (
-            torch.random.fork_rng(devices),
-            _temporarily(self, _evaluation=evaluation, _logs=evaluation.logs),
-        ):
-            try:
-                yield
-            finally:
-                self.model.train(training)
-
-    def _drop_unlogged(self, mode: str) -> None:
-        """Forget what an interrupted call left behind."""
-        self._metrics[mode].clear()
-        self._pending_metrics.clear()
-        self._pending_extra_logs.clear()
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         """With the dataset's column 'completion'. What reward models give, which no wrapper has seen, is checked."""
@@ -315,9 +225,9 @@ class DROTrainer(GRPOTrainer):
         # With continuous batching TRL casts the weights to half precision for good, and leaves evaluation mode.
         precision = {"bf16": False, "fp16": False} if self.use_transformers_continuous_batching else {}
         with (
-            _temporarily(self.args, **precision),
-            _temporarily(self.model.generation_config, **without_model_sampling(self.model)),
-            _temporarily(
+            temporarily(self.args, **precision),
+            temporarily(self.model.generation_config, **without_model_sampling(self.model)),
+            temporarily(
                 getattr(self, "generation_config", None),
                 **shortened(prompt_ids, positions, self.max_completion_length),
             ),
@@ -333,8 +243,7 @@ class DROTrainer(GRPOTrainer):
         """As in transformers; rollouts left over from an earlier call are dropped."""
         self._blocks, self._window_batches, self._buffered_inputs = {}, [], None
         self._step += -self._step % self.args.batch_plan().micro_steps_per_generation
-        self._accumulators["train"] = MetricAccumulator()
-        self._drop_unlogged("train")
+        self._start_metrics("train")
         result = super().train(*args, **kwargs)
         if self.state.global_step == 0:
             raise ValueError(
@@ -413,11 +322,8 @@ class DROTrainer(GRPOTrainer):
         if self.args.anchor_policy == "sampling" or self._mode == "eval":
             # Nothing reads the old log-probs: make TRL see the aligned geometry, in which it does not score them.
             scored["gradient_accumulation_steps"] = self.args.batch_plan().micro_steps_per_generation
-        with _temporarily(self.args, **scored), _temporarily(self, beta=self.beta or float(self.args.needs_reference)):
+        with temporarily(self.args, **scored), temporarily(self, beta=self.beta or float(self.args.needs_reference)):
             output = super()._generate_and_score_completions(inputs)
-        self._latest_logs = self._logs
-        if self._evaluation is not None:
-            self._evaluation.rows.append(len(inputs) * self.accelerator.num_processes)
         if self.args.anchor_policy == "sampling" and "sampling_per_token_logps" not in output:
             allowed = "the rollout came without log-probs ('logprobs' is None)"
             raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
@@ -492,7 +398,7 @@ class DROTrainer(GRPOTrainer):
         # Where there is no Triton, TRL projects prompts and padding to the vocabulary too, for compilers that dislike
         # changing shapes. A CPU does not compile: it would only lose most of its time on them.
         narrowed = {"_use_triton": lambda device: True} if self.accelerator.device.type == "cpu" else {}
-        with _temporarily(trl.trainer.utils, **narrowed):
+        with temporarily(trl.trainer.utils, **narrowed):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -622,46 +528,6 @@ class DROTrainer(GRPOTrainer):
             self._close_window()
         return loss
 
-    def last_completions(self) -> list[tuple[Any, Any]]:
-        """Prompts and completions (strings or lists of messages) of the latest generation, oldest first.
-
-        Of training, at most `generation_batch_size` rows over all ranks; of an evaluation, every row.
-        """
-        return list(zip(self._latest_logs["prompt"], self._latest_logs["completion"], strict=True))
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in TRL. Minima and maxima are those of the whole stretch; evaluations keep completions of their own."""
-        logs.update(self._flush_metrics())  # type: ignore[arg-type]  # None where a metric has no value, as in TRL
-        with self._completions_file():
-            super().log(logs, start_time)
-
-    def _flush_metrics(self) -> dict[str, float | None]:
-        """The metrics since the last flush, under the names they are logged by."""
-        mode = "train" if self._evaluation is None else "eval"
-        for name, value in self._accumulators[mode].flush().items():
-            self._metrics[mode][name].append(value)
-        batches = dict(self._metrics[mode])
-        self._metrics[mode].clear()
-        if self._evaluation is None:
-            return {name: reduce_batches(name, values) for name, values in batches.items()}
-        metrics = self._evaluation.metrics(batches, self.reward_func_names, self.reward_weights)
-        return {f"{self._evaluation.prefix}_{name}": value for name, value in metrics.items()}
-
-    @contextmanager
-    def _completions_file(self) -> Iterator[None]:
-        """Training and evaluation at the same step each keep their table of completions, which TRL names alike."""
-        if self._evaluation is None or not self.log_completions or not self.accelerator.is_main_process:
-            yield
-            return
-        table = Path(str(self.args.output_dir), "completions", f"completions_{self.state.global_step:05d}.parquet")
-        aside = table.with_suffix(".train")
-        if table.exists():
-            table.rename(aside)
-        yield
-        table.rename(table.with_name(table.name.replace("completions_", f"{self._evaluation.prefix}_")))
-        if aside.exists():
-            aside.rename(table)
-
 
 def _trained_mask(inputs: dict[str, Any]) -> Tensor:
     """1 on tokens that are trained: completion, not padding, not tool output, not a truncated row left out."""
@@ -676,16 +542,3 @@ def _in_window(inputs: dict[str, Any], num_tokens: Tensor, num_sequences: Tensor
         "window_num_sequences": num_sequences,
         "window_born": born,
     }
-
-
-@contextmanager
-def _temporarily(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes for the length of a call into TRL, which reads its decisions from them."""
-    before = {name: getattr(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)

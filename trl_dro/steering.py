@@ -1,0 +1,44 @@
+"""How this package steers TRL: the private names that it touches, and the one way it changes them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+# Every private name of TRL and transformers that this package reads, sets or overrides.
+# tests/test_trl_contract.py checks that each still exists and still means the same.
+PRIVATE_NAMES = {
+    "GRPOTrainer._prepare_inputs": "extended: plans the window, generates what it needs, attaches its counts",
+    "GRPOTrainer._generate_and_score_completions": "extended: decides which policies are scored",
+    "GRPOTrainer._get_train_sampler": "extended: a resumed run continues its epoch",
+    "GRPOTrainer._calculate_rewards": "extended: infinite rewards and NaN of models are refused",
+    "GRPOTrainer._generate_single_turn": "extended: sampling, lengths, empty completions, continuous batching",
+    "GRPOTrainer._get_per_token_logps_and_entropies": "extended: on a CPU, only what is asked for is scored",
+    "GRPOTrainer._step": "read: micro-steps so far",
+    "GRPOTrainer._buffered_inputs": "read and reset: the micro-batches of one generated batch",
+    "GRPOTrainer._metrics": "written, read and cleared: metrics to report, a list for each",
+    "GRPOTrainer._logs": "read, set while evaluating: the latest prompts, completions and rewards",
+    "GRPOTrainer._pending_metrics": "cleared: metrics of reward functions that a failed call left behind",
+    "GRPOTrainer._pending_extra_logs": "cleared: columns of reward functions that a failed call left behind",
+    "Trainer._eval_dataloaders": "an entry removed: the data loader kept for persistent workers",
+    "GRPOTrainer._entropy_bonus_enabled": "read: whether the entropy bonus is active",
+    "GRPOTrainer._last_world_entropy": "read and set: entropy of the last window, checkpointed by TRL",
+    "GRPOTrainer._name": "set: the method's name in model cards",
+    "GRPOTrainer._paper": "set: the paper cited in model cards",
+    "GRPOTrainer._tag_names": "set: tags of pushed models",
+    "GRPOConfig._VALID_DICT_FIELDS": "extended: dict fields accepted as JSON",
+    "utils._use_triton": "set while scoring on a CPU: whether the LM head leaves out prompts and padding",
+}
+
+
+@contextmanager
+def temporarily(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes for the length of a call into TRL, which reads its decisions from them."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
