@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_dro.rewards import load_reward
 from trl_dro.tasks import build_task
-from trl_dro.train import parse
+from trl_dro.train import parse_loudly
 
 
 def answer(model: Any, tokenizer: Any, prompts: list[Any], max_new_tokens: int) -> list[list[dict[str, str]]]:
@@ -33,7 +33,7 @@ def answer(model: Any, tokenizer: Any, prompts: list[Any], max_new_tokens: int) 
 
 
 def main(argv: Sequence[str]) -> None:
-    script, config, model_args, _ = parse(argv)
+    script, config, model_args, _ = parse_loudly(argv)
     tokenizer = AutoTokenizer.from_pretrained(config.output_dir, padding_side="left")
     _, held_out = build_task(
         script.task,
