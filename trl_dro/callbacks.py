@@ -59,14 +59,19 @@ def progress_line(
     return " | ".join(parts)
 
 
-def evaluation_line(logs: Mapping[str, Any], *, step: int) -> str:
-    """One evaluation as a line: the reward, and each reward function if there are several."""
-    parts = [f"eval at step {step}", f"reward {format_reward(logs['eval_reward'])}"]
-    means = {
+def evaluated_rewards(logs: Mapping[str, Any]) -> dict[str, float | None]:
+    """The mean of each reward function in the log of an evaluation, by the function's name."""
+    return {
         name.removeprefix("eval_rewards/").removesuffix("/mean"): value
         for name, value in logs.items()
         if name.startswith("eval_rewards/") and name.endswith("/mean")
     }
+
+
+def evaluation_line(logs: Mapping[str, Any], *, step: int) -> str:
+    """One evaluation as a line: the reward, and each reward function if there are several."""
+    parts = [f"eval at step {step}", f"reward {format_reward(logs['eval_reward'])}"]
+    means = evaluated_rewards(logs)
     if len(means) > 1:
         parts += [f"{name} {format_reward(value)}" for name, value in means.items()]
     return " | ".join(parts)

@@ -136,11 +136,11 @@ class EvaluatingTrainer(GRPOTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            # With persistent workers transformers would take the data of the call before.
-            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
         if isinstance(dataset, str):
             dataset = cast(dict, self.eval_dataset)[dataset]
+        elif eval_dataset is not None:
+            # With persistent workers transformers would take the data of the call before.
+            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
         with self._evaluating(metric_key_prefix, dataset):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 

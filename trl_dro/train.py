@@ -456,7 +456,7 @@ def _text(message: Any) -> str:
 
 def _say_what_happened(before: Any, after: Any) -> None:
     """Completions side by side, and the held-out rewards before and after."""
-    from .callbacks import format_reward
+    from .callbacks import evaluated_rewards, format_reward
 
     (metrics_before, shown), (metrics_after, shown_after) = before, after
     if shown:
@@ -464,11 +464,11 @@ def _say_what_happened(before: Any, after: Any) -> None:
         for prompt, completion in shown.items():
             table.add_row(escape(prompt), escape(completion), escape(shown_after.get(prompt, "")))
         Console().print(table)
-    for name, value in metrics_before.items():
-        if name == "eval_reward" or (name.startswith("eval_rewards/") and name.endswith("/mean")):
-            label = name.removeprefix("eval_").removeprefix("rewards/").removesuffix("/mean")
-            reward_before, reward_after = format_reward(value), format_reward(metrics_after[name])
-            print(f"held-out {label}: {reward_before} before, {reward_after} after")
+    functions_after = evaluated_rewards(metrics_after)
+    rewards = [(name, value, functions_after[name]) for name, value in evaluated_rewards(metrics_before).items()]
+    for name, *values in (*rewards, ("reward", metrics_before["eval_reward"], metrics_after["eval_reward"])):
+        reward_before, reward_after = map(format_reward, values)
+        print(f"held-out {name}: {reward_before} before, {reward_after} after")
 
 
 def _say_what_next(config: DROConfig, model_args: ModelConfig) -> None:

@@ -114,9 +114,6 @@ class DROTrainer(EvaluatingTrainer):
             }"""),
     }
 
-    args: DROConfig
-    model: Any
-
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
