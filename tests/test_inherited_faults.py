@@ -11,7 +11,7 @@ import pytest
 import torch
 import trl.trainer.utils
 from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from trl_dro import DROTrainer
@@ -47,6 +47,16 @@ def test_a_stream_that_ends_before_the_first_step_is_an_error(build):
     trainer = build(DROTrainer, train_dataset=prompts(1).to_iterable_dataset())
     with pytest.raises(ValueError, match="ended before its first optimizer step: one takes 8 completions"):
         trainer.train()
+
+
+def test_a_run_that_a_callback_stops_before_its_first_step_is_no_error(build):
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    trainer = build(DROTrainer, settings={"gradient_accumulation_steps": 2}, callbacks=[Stop()])
+    trainer.train()
+    assert trainer.state.global_step == 0
 
 
 # Rewards
@@ -497,6 +507,12 @@ def test_an_output_directory_that_cannot_be_written_is_refused_before_training(b
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match=r"output_dir=.*cannot be written"):
         build(DROTrainer, settings={"output_dir": str(tmp_path / "file" / "run")})
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_a_model_is_loaded(build, monkeypatch):
+    monkeypatch.setattr("trl_dro.checks.get_available_reporting_integrations", lambda: ["tensorboard"])
+    with pytest.raises(ValueError, match=r"report_to='wandb'.* it is not installed .*Write `report_to=\['tensorb"):
+        build(DROTrainer, model="no/such-model", settings={"report_to": ["wandb", "tensorboard"]})
 
 
 def test_saved_models_load_with_transformers(build, tmp_path):

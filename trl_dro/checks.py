@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from datasets.features.features import require_decoding
 from torch import nn
+from transformers.integrations import get_available_reporting_integrations
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from .config import DROConfig
@@ -51,6 +52,9 @@ _RESERVED_METRICS = re.compile(
     r"|clip_ratio/(low|high|region|dual)_(mean|min|max)|dro/.*"
 )
 
+# Trackers that transformers leaves out of its list of those installed, always or sometimes.
+_UNLISTED_TRACKERS = ("azure_ml", "flyte")
+
 # Columns of the table of completions that the trainer fills.
 _RESERVED_EXTRA = ("step", "prompt", "completion", "advantage")
 
@@ -67,8 +71,9 @@ def check_args(args: Any, *, has_rollout_func: bool) -> DROConfig:
     """Refuse a configuration that is none of ours, or that this trainer cannot carry out.
 
     Raises:
-        ValueError: `args` is missing or not a `DROConfig`, nothing reports the log-probs that it anchors to, the chat
-            template is given what the trainer sets, or the output directory cannot be written.
+        ValueError: `args` is missing or not a `DROConfig`, nothing reports the log-probs that it anchors to, a tracker
+            is not installed, the chat template is given what the trainer sets, or the output directory cannot be
+            written.
     """
     if args is None:
         raise ValueError(f"DROTrainer needs `args=DROConfig(...)`. {MISSING_BETA}")
@@ -80,6 +85,10 @@ def check_args(args: Any, *, has_rollout_func: bool) -> DROConfig:
     if args.anchor_policy == "sampling" and not args.use_vllm and not has_rollout_func:
         allowed = "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
         raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
+    for name in args.report_to or []:
+        if name not in (*get_available_reporting_integrations(), *_UNLISTED_TRACKERS):
+            rest = [other for other in args.report_to if other != name] or "none"
+            raise refusal("report_to", name, f"it is not installed (`pip install {name}`)", f"report_to={rest!r}")
     if not has_rollout_func:
         _check_template_options(args.chat_template_kwargs or {})
     try:

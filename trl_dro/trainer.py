@@ -242,7 +242,7 @@ class DROTrainer(EvaluatingTrainer):
         self._step += -self._step % self.args.batch_plan().micro_steps_per_generation
         self._start_metrics("train")
         result = super().train(*args, **kwargs)
-        if self.state.global_step == 0:
+        if self.state.global_step == 0 and not self._window_batches:  # not stopped by a callback
             raise ValueError(
                 "train_dataset ended before its first optimizer step: one takes "
                 f"{self.args.batch_plan().rows_per_window} completions. Write a smaller per_device_train_batch_size "
