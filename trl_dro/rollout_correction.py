@@ -250,9 +250,7 @@ def rejection_mask(
     return torch.where(accepted, mask, torch.zeros_like(mask)), metrics
 
 
-def mismatch_metrics(
-    old_per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
+def mismatch_metrics(old_per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """How far the engine's log-probs are from the trainer's.
 
     Args:
@@ -406,7 +404,9 @@ def _check_bounds(threshold: Any, threshold_lower: Any) -> None:
         if not number or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r} is not allowed: it must be a finite number > 0, such as {name}=2.0.")
     if threshold_lower is not None and threshold_lower >= threshold:
-        raise ValueError(f"threshold_lower={threshold_lower!r} is not allowed: it must be below threshold={threshold}.")
+        raise ValueError(
+            f"threshold_lower={threshold_lower!r} is not allowed: it must be below threshold={threshold}."
+        )
 
 
 def preset_fields(name: str) -> Mapping[str, Any]:
