@@ -348,6 +348,7 @@ def test_the_parameter_table_shows_types_and_defaults():
     assert policy_loss_parameters(DRO) == [
         ("beta", "float", "required"),
         ("level", "Literal['token', 'sequence']", "token"),
+        ("huber_delta", "float | None", None),
     ]
     assert policy_loss_parameters(PPOClip) == [
         ("epsilon_low", "float", 0.2),
