@@ -24,9 +24,7 @@ def run(level: str, delta: float | None, log_ratio=LOG_RATIO, mask=None, advanta
 
 def test_within_the_bound_the_penalty_is_quadratic_and_beyond_linear():
     loss, gradient, _ = run("token", 2.0)
-    torch.testing.assert_close(
-        loss, 0.7 * torch.tensor([[0.125, 0.5, 2 * (3 - 1), 2 * (8 - 1)]], dtype=torch.float64)
-    )
+    torch.testing.assert_close(loss, 0.7 * torch.tensor([[0.125, 0.5, 2 * (3 - 1), 2 * (8 - 1)]], dtype=torch.float64))
     torch.testing.assert_close(gradient, 0.7 * torch.tensor([[0.5, -1.0, 2.0, -2.0]], dtype=torch.float64))
 
 

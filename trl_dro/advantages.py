@@ -9,6 +9,17 @@ from torch import Tensor
 BASELINES = ("mean", "leave-one-out", "soft")
 
 
+def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each completion's rewards, NaN for one that no function rewards.
+
+    Args:
+        rewards_per_func: (B, number of reward functions), NaN where a function does not apply.
+        weights: (number of reward functions,).
+    """
+    total = (rewards_per_func * weights.to(rewards_per_func)).nansum(dim=1)
+    return torch.where(rewards_per_func.isnan().all(dim=1), math.nan, total)
+
+
 def group_advantages(
     rewards: Tensor, num_generations: int, *, baseline: str, temperature: float | Tensor | None = None
 ) -> Tensor:

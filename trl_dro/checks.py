@@ -82,9 +82,13 @@ def check_args(args: Any, *, has_rollout_func: bool) -> DROConfig:
             f"args is a {type(args).__name__}, DROTrainer takes a DROConfig. Write "
             "`args=DROConfig.from_grpo_config(args, dro_beta=0.5)`."
         )
-    if args.anchor_policy == "sampling" and not args.use_vllm and not has_rollout_func:
+    if not args.use_vllm and not has_rollout_func:
         allowed = "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
-        raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
+        if args.anchor_policy == "sampling":
+            raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
+        for name in ("rollout_is", "rollout_rs"):
+            if getattr(args, name) is not None:
+                raise refusal(name, getattr(args, name), allowed, f"{name}=None")
     for name in args.report_to or []:
         if name not in (*get_available_reporting_integrations(), *_UNLISTED_TRACKERS):
             rest = [other for other in args.report_to if other != name] or "none"

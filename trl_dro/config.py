@@ -598,8 +598,7 @@ class DROConfig(GRPOConfig):
                 warnings.warn(
                     f"{', '.join(biased)} changes the distribution that is sampled from, so the engine's log-probs "
                     f"are not those of the policy, and {effect}. "
-                    "Leave them at their defaults"
-                    + ("." if corrected else ", or write `anchor_policy='old'`."),
+                    "Leave them at their defaults" + ("." if corrected else ", or write `anchor_policy='old'`."),
                     stacklevel=4,
                 )
         self._warn_about_idle_options()

@@ -196,9 +196,7 @@ def check_baseline(config: Any) -> None:
         raise refusal("advantage_baseline_temperature", temperature, allowed, "advantage_baseline='soft'")
     if baseline == "soft" and temperature is None and not config.is_dro:
         allowed = f"policy_loss={config.policy_loss!r} has no dro_beta to take it from"
-        raise refusal(
-            "advantage_baseline_temperature", None, allowed, "advantage_baseline_temperature=0.1"
-        )
+        raise refusal("advantage_baseline_temperature", None, allowed, "advantage_baseline_temperature=0.1")
 
 
 def check_adaptive_beta(config: Any) -> None:
