@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
 from datasets.features.features import require_decoding
@@ -85,9 +85,10 @@ def check_args(args: Any, *, has_rollout_func: bool) -> DROConfig:
     if args.anchor_policy == "sampling" and not args.use_vllm and not has_rollout_func:
         allowed = "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
         raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
-    for name in args.report_to or []:
+    trackers = cast(list[str], args.report_to)  # resolved by transformers
+    for name in trackers:
         if name not in (*get_available_reporting_integrations(), *_UNLISTED_TRACKERS):
-            rest = [other for other in args.report_to if other != name] or "none"
+            rest = [other for other in trackers if other != name] or "none"
             raise refusal("report_to", name, f"it is not installed (`pip install {name}`)", f"report_to={rest!r}")
     if not has_rollout_func:
         _check_template_options(args.chat_template_kwargs or {})
