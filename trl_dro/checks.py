@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
 from datasets.features.features import require_decoding
@@ -89,9 +89,10 @@ def check_args(args: Any, *, has_rollout_func: bool) -> DROConfig:
         for name in ("rollout_is", "rollout_rs"):
             if getattr(args, name) is not None:
                 raise refusal(name, getattr(args, name), allowed, f"{name}=None")
-    for name in args.report_to or []:
+    trackers = cast(list[str], args.report_to)  # resolved by transformers
+    for name in trackers:
         if name not in (*get_available_reporting_integrations(), *_UNLISTED_TRACKERS):
-            rest = [other for other in args.report_to if other != name] or "none"
+            rest = [other for other in trackers if other != name] or "none"
             raise refusal("report_to", name, f"it is not installed (`pip install {name}`)", f"report_to={rest!r}")
     if not has_rollout_func:
         _check_template_options(args.chat_template_kwargs or {})

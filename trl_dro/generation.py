@@ -1,5 +1,6 @@
 """Generation: what is sampled, by which policies it is scored, and what its rewards are compared with."""
 
+from collections import deque
 from typing import Any, cast
 
 import torch
@@ -124,7 +125,7 @@ class GeneratingTrainer(EvaluatingTrainer):
         """Replace TRL's advantages, in the output and in the table of completions."""
         rewards = total_rewards(self._rewards_per_func, self.reward_weights)
         evaluates = self._mode == "eval"
-        group = self.num_generations_eval if evaluates else self.num_generations
+        group = cast(int, self.num_generations_eval if evaluates else self.num_generations)
         temperature = None
         if self.args.advantage_baseline == "soft":
             temperature = self.args.advantage_baseline_temperature or self._sequence_beta(output)
@@ -136,7 +137,7 @@ class GeneratingTrainer(EvaluatingTrainer):
         rows = len(output["advantages"])
         first = self.accelerator.process_index * rows
         output["advantages"] = advantages[first : first + rows]
-        logged = self._logs["advantages"]
+        logged = cast(deque, self._logs["advantages"])
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()
         logged.extend(advantages.tolist())

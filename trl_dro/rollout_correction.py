@@ -142,7 +142,8 @@ class RolloutCorrection:
             The weights (B, T), or None where there are none; the mask (B, T) of the tokens that are still trained; the
             metrics of both.
         """
-        weights, metrics = None, {}
+        weights: Tensor | None = None
+        metrics: dict[str, Tensor] = {}
         if self.level is not None:
             weights, metrics = importance_weights(
                 log_ratio,
