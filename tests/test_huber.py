@@ -63,5 +63,5 @@ def test_masked_positions_change_nothing(level):
 
 @pytest.mark.parametrize("delta", [0.0, -1.0, math.nan, math.inf, "2", True])
 def test_a_bad_bound_is_refused(delta):
-    with pytest.raises(ValueError, match="huber_delta=.* must be a finite number > 0 or None"):
+    with pytest.raises(ValueError, match=r"huber_delta=.* must be a finite number > 0 or None"):
         get_policy_loss("dro", beta=0.5, huber_delta=delta)

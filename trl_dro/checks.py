@@ -49,7 +49,7 @@ _RESERVED_METRICS = re.compile(
     r"|entropy_coef|aux_loss|policy_loss|completions/((mean|min|max)(_terminated)?_length|clipped_ratio)"
     r"|completions/(mean|min|max)_terminated_length|tools/(call|failure)_frequency"
     r"|sampling/(sampling_logp_difference|importance_sampling_ratio)/\w+"
-    r"|clip_ratio/(low|high|region|dual)_(mean|min|max)|dro/.*"
+    r"|clip_ratio/(low|high|region|dual)_(mean|min|max)|(dro|rollout_corr)/.*"
 )
 
 # Trackers that transformers leaves out of its list of those installed, always or sometimes.
