@@ -86,7 +86,7 @@ BAD = [
 
 @pytest.mark.parametrize(("settings", "start", "hint"), BAD, ids=[str(settings)[:80] for settings, *_ in BAD])
 def test_a_bad_setting_is_refused_with_the_line_to_write(settings, start, hint):
-    with pytest.raises(ValueError, match=f"^{re.escape(start)}.*{re.escape(hint)}"):
+    with pytest.raises(ValueError, match=f"(?s)^{re.escape(start)}.*{re.escape(hint)}"):
         config(**settings)
 
 
