@@ -68,16 +68,17 @@ def build_correction(config: Any) -> RolloutCorrection | None:
 
 
 def _normalise_lists(config: Any) -> None:
-    if isinstance(config.rollout_rs, str):
-        config.rollout_rs = [name.strip() for name in config.rollout_rs.split(",") if name.strip()]
+    given = config.rollout_rs
+    if isinstance(given, str):
+        given = [given]
+    if isinstance(given, (list, tuple)) and all(isinstance(name, str) for name in given):  # `token_k1,token_k2` too
+        config.rollout_rs = [part.strip() for name in given for part in name.split(",") if part.strip()]
     for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
         value = getattr(config, name)
         if is_number(value):
             setattr(config, name, [value])
         elif isinstance(value, tuple):
             setattr(config, name, list(value))
-    if isinstance(config.rollout_rs, tuple):
-        config.rollout_rs = list(config.rollout_rs)
     for name, example in (
         ("rollout_rs", "rollout_rs=['seq_mean_k3']"),
         ("rollout_rs_threshold", "rollout_rs_threshold=[0.01]"),
