@@ -17,6 +17,7 @@ from . import __version__
 
 if TYPE_CHECKING:
     from .config import DROConfig
+    from .rollout_correction import RolloutCorrection
 
 # What a shell reports for a command that ended like this.
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
@@ -163,7 +164,7 @@ def plan_lines(config: "DROConfig", model: str) -> list[str]:
         rows.append(("penalty", alive))
     correction = config.build_rollout_correction()
     if correction is not None:
-        rows.append(("correction", f"{correction!r}"))
+        rows.append(("correction", "; ".join(_correction(correction))))
     if config.advantage_baseline != "mean":
         rows.append(("baseline", _baseline(config, objective)))
     width = max(len(label) for label, _ in rows)
@@ -205,6 +206,18 @@ def _about_beta(config: "DROConfig", objective: Any) -> list[str]:
     if config.dro_target_kl is not None:
         lines.append(f"dro_beta is adapted from there to a mean l^2 / 2 of {config.dro_target_kl:g}")
     return lines
+
+
+def _correction(correction: "RolloutCorrection") -> Iterator[str]:
+    if correction.level is not None:
+        low, high = correction.threshold_lower, correction.threshold
+        bounds = f"cut to {high:g}" if low is None else f"zero outside [{low:g}, {high:g}]"
+        yield f"{correction.level} weights, {bounds}{', normalised' * correction.batch_normalize}"
+    for one in correction.rejections:
+        low, high = one.threshold_lower, one.threshold
+        yield f"rejects {one.statistic} " + (
+            f"above {high:g}" if low is None else f"outside ratios [{low:g}, {high:g}]"
+        )
 
 
 def _baseline(config: "DROConfig", objective: Any) -> str:

@@ -3,8 +3,8 @@
     .venv/bin/python tests/benchmarks/off_policy.py staleness
     .venv/bin/python tests/benchmarks/off_policy.py adaptive_beta
 
-Prints a table in Markdown and writes docs/images/off_policy_NAME.json (the numbers, the machine, the versions). Numbers
-in docs/off_policy.md come from it. Further options go to the training command.
+Prints a table in Markdown and writes docs/images/off_policy_NAME.json (the numbers, the machine, the versions).
+Numbers in docs/off_policy.md come from it. Further options go to the training command.
 """
 
 import argparse
