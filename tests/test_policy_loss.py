@@ -377,8 +377,11 @@ def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
 
 
-def test_objectives_load_neither_trl_nor_transformers_nor_accelerate():
-    code = "import sys, trl_dro.objectives; print(sorted({'trl', 'transformers', 'accelerate'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    "module", ["objectives", "aggregation", "rollout_correction", "advantages", "masking", "windows"]
+)
+def test_functions_of_tensors_load_neither_trl_nor_transformers_nor_accelerate(module):
+    code = f"import sys, trl_dro.{module}; print(sorted({{'trl', 'transformers', 'accelerate'}} & set(sys.modules)))"
     assert run_python(code).strip() == "[]"
 
 
