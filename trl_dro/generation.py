@@ -12,7 +12,7 @@ from .advantages import group_advantages, total_rewards
 from .checks import COMPLETION_COLUMN
 from .config_rules import refusal
 from .evaluation import EvaluatingTrainer
-from .masking import masked_mean
+from .masking import masked_mean, upcast
 from .models import without_model_sampling
 from .objectives import DRO
 from .policy_loss import PolicyLoss
@@ -79,9 +79,7 @@ class GeneratingTrainer(EvaluatingTrainer):
         # TRL scores the old policy when generation and optimizer steps are misaligned: make it see them so where
         # correction needs it, and aligned where nothing reads it.
         if self.args.anchor_policy == "sampling" or self._mode == "eval":
-            scored["gradient_accumulation_steps"] = (
-                self.args.batch_plan().micro_steps_per_generation
-            )  # nothing reads it
+            scored["gradient_accumulation_steps"] = self.args.batch_plan().micro_steps_per_generation
         elif correction is not None:
             scored["steps_per_generation"] = self.args.gradient_accumulation_steps + 1
         with temporarily(self.args, **scored), temporarily(self, beta=self.beta or float(self.args.needs_reference)):
@@ -103,11 +101,10 @@ class GeneratingTrainer(EvaluatingTrainer):
         """Measure the engine's mismatch over the rows of all ranks; add weights and rejections to the output."""
         mask = trained_mask(output)
         rows, tokens = mask.shape
-        local = [output["old_per_token_logps"], output["sampling_per_token_logps"], mask]
-        everywhere = self.accelerator.pad_across_processes(
-            torch.stack([part.float() for part in local], dim=-1), dim=1
-        )
-        old, sampling, trained = self.accelerator.gather(everywhere).unbind(dim=-1)
+        old = upcast(output["old_per_token_logps"])
+        local = torch.stack([old, output["sampling_per_token_logps"].to(old), mask.to(old)], dim=-1)
+        everywhere = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=1))
+        old, sampling, trained = everywhere.unbind(dim=-1)
         metrics = mismatch_metrics(old, sampling, trained)
         metrics["unscored_fraction"] = masked_mean((~sampling.isfinite()).float(), trained)
         if correction is not None:
@@ -115,11 +112,13 @@ class GeneratingTrainer(EvaluatingTrainer):
             metrics |= of_correction
             first = self.accelerator.process_index * rows
             here = (slice(first, first + rows), slice(tokens))
-            output["rollout_rs_mask"] = kept[here].to(mask.dtype)
+            if correction.rejections:
+                output["rollout_rs_mask"] = kept[here].to(mask.dtype)
             if weights is not None:
                 output["rollout_is_weights"] = weights[here]
-        for name, value in metrics.items():
-            self._metrics[self._mode][f"rollout_corr/{name}"].append(value.item())
+        values = torch.stack([value.to(old) for value in metrics.values()]).tolist()
+        for name, value in zip(metrics, values, strict=True):
+            self._metrics[self._mode][f"rollout_corr/{name}"].append(value)
 
     def _compare_with_baseline(self, output: dict[str, Any]) -> None:
         """Replace TRL's advantages, in the output and in the table of completions."""
