@@ -143,7 +143,8 @@ def test_a_policy_learns_from_completions_of_vllm(setting, tmp_path):
     for name in sorted(set().union(*generated)):
         if name.startswith(("rollout_corr/", "sampling/", "dro/log_ratio", "dro/kl")):
             values = [log[name] for log in generated if name in log]
-            print(f"  {name}: mean {sum(values) / len(values):.3g}, last {values[-1]:.3g}")
+            mean = sum(values) / len(values)
+            print(f"  {name}: first {values[0]:.3g}, mean {mean:.3g}, last {values[-1]:.3g}")
 
 
 if __name__ == "__main__":
