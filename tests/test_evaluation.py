@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from trl_dro import DROTrainer
-from trl_dro.evaluation import Evaluation, reduce_batches, unlimited_copy
+from trl_dro.evaluation import Evaluation, reduce_batches, reduce_metrics, unlimited_copy
 
 from .tiny import prompts
 
@@ -77,6 +77,41 @@ def test_shortest_and_longest_are_of_all_rows(build, trainer_class, shortest, lo
     else:  # means of the batches' extremes
         assert metrics["eval_completions/min_length"] == metrics["eval_completions/max_length"] == 3
     assert metrics["eval_completions/mean_length"] == 3
+
+
+def ended_by_a(prompts, trainer) -> dict:
+    """Completions of 2 to 6 tokens; those of prompts that begin with an a end by themselves."""
+    rollout = scripted_lengths(prompts, trainer)
+    for prompt, ids in zip(prompts, rollout["completion_ids"], strict=True):
+        if prompt[0] == "a":
+            ids.append(2)
+    rollout["logprobs"] = [[-1.0] * len(row) for row in rollout["completion_ids"]]
+    return rollout
+
+
+@pytest.mark.parametrize(("trainer_class", "length"), [(GRPOTrainer, 1.0), (DROTrainer, 2.0)])
+def test_batches_without_a_terminated_completion_do_not_count_in_terminated_lengths(build, trainer_class, length):
+    settings = {"per_device_eval_batch_size": 1, "num_generations_eval": 1}
+    trainer = build(trainer_class, rollout_func=ended_by_a, eval_dataset=rows("a=", "c="), settings=settings)
+    metrics = trainer.evaluate()
+    for name in ("mean", "min", "max"):
+        assert metrics[f"eval_completions/{name}_terminated_length"] == length
+
+
+def test_terminated_lengths_are_weighted_by_the_terminated_completions():
+    per_batch = {
+        "completions/clipped_ratio": [0.75, 0.0, 1.0],
+        "completions/mean_terminated_length": [8.0, 2.0, 0.0],
+        "completions/min_terminated_length": [8.0, 2.0, 0.0],
+        "completions/mean_length": [4.0, 2.0, 6.0],
+    }
+    assert reduce_metrics(per_batch)["completions/mean_terminated_length"] == (8 * 0.25 + 2) / 1.25
+    reduced = reduce_metrics(per_batch, rows=[4, 2, 4])
+    assert reduced["completions/mean_terminated_length"] == (8 * 1 + 2 * 2) / 3
+    assert reduced["completions/min_terminated_length"] == 2
+    assert reduced["completions/mean_length"] == (16 + 4 + 24) / 10
+    nothing_ended = {name: [values[2]] for name, values in per_batch.items()}
+    assert reduce_metrics(nothing_ended)["completions/mean_terminated_length"] == 0
 
 
 def test_batches_are_reduced_by_what_a_name_says():

@@ -490,7 +490,7 @@ def test_trls_card_claims_grpo_and_ours_names_dro(build, tmp_path):
     assert {"trl", "dro", "trl-dro"} <= set(re.findall(r"^- (\S+)$", cards[1], flags=re.MULTILINE))
 
 
-# Tokenizers and every row truncated
+# Tokenizers and the output directory
 
 
 @pytest.mark.parametrize("pad", [None, "<eos>"])

@@ -38,7 +38,7 @@ from .config_rules import (
     number_from_text,
     refusal,
 )
-from .policy_loss import PolicyLoss, canonical_name, get_policy_loss
+from .policy_loss import PolicyLoss, canonical_name, get_policy_loss, resolve_policy_loss
 from .windows import BatchPlan
 
 
@@ -212,7 +212,8 @@ class DROConfig(GRPOConfig):
                     raise ValueError(f"{name} is given twice: {both}. Write `dro_{name}={value!r}` only.")
                 if given:
                     params[name] = value
-            if params.get("beta") is None:
+            known = {field.name for field in fields(resolve_policy_loss("dro"))}
+            if params.get("beta") is None and params.keys() <= known:  # another name has a better message
                 raise ValueError(MISSING_BETA)
         try:
             return get_policy_loss(self.policy_loss, **params)

@@ -60,7 +60,7 @@ class Evaluation:
             weighted by the rows of their batch, minima and maxima as such.
         """
         self._drop_repeats()
-        reduced = {name: reduce_batches(name, values, self.rows) for name, values in per_batch.items()}
+        reduced = reduce_metrics(per_batch, self.rows)
         if not self.rows:
             return reduced
         rewards = torch.tensor([list(self.logs["rewards"][name]) for name in reward_names], dtype=torch.float32).T
@@ -77,7 +77,22 @@ def unlimited_copy(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: defaultdict(deque) if isinstance(column, dict) else deque() for name, column in logs.items()}
 
 
-def reduce_batches(name: str, values: Sequence[float], rows: Sequence[int] = ()) -> float | None:
+def reduce_metrics(per_batch: Mapping[str, list[float]], rows: Sequence[int] = ()) -> dict[str, float | None]:
+    """One value for each metric, see `reduce_batches`; lengths of terminated completions only of batches with some."""
+    reduced = {}
+    clipped = per_batch.get("completions/clipped_ratio", [])
+    for name, values in per_batch.items():
+        weights: Sequence[float] = rows
+        if name.endswith("_terminated_length") and len(clipped) == len(values) and min(clipped) < 1.0:
+            sizes = rows if len(rows) == len(values) else [1] * len(values)
+            weights = [size * (1.0 - share) for size, share in zip(sizes, clipped, strict=True)]
+            # TRL's length for a batch without any is 0
+            values = [value if weight > 0 else math.nan for value, weight in zip(values, weights, strict=True)]
+        reduced[name] = reduce_batches(name, values, weights)
+    return reduced
+
+
+def reduce_batches(name: str, values: Sequence[float], rows: Sequence[float] = ()) -> float | None:
     """One value for a metric that has one for each batch.
 
     Args:
@@ -208,7 +223,7 @@ class EvaluatingTrainer(GRPOTrainer):
         batches = dict(self._metrics[mode])
         self._metrics[mode].clear()
         if self._evaluation is None:
-            return {name: reduce_batches(name, values) for name, values in batches.items()}
+            return reduce_metrics(batches)
         metrics = self._evaluation.metrics(batches, self.reward_func_names, self.reward_weights)
         return {f"{self._evaluation.prefix}_{name}": value for name, value in metrics.items()}
 
