@@ -1,11 +1,13 @@
 """Evaluation measures rows, and leaves no trace in training. Each fault of TRL's is shown on its trainer first."""
 
 import math
+import random
 
+import numpy
 import pandas
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -310,3 +312,77 @@ def test_persistent_workers_read_the_dataset_that_is_given(build, trainer_class,
     trainer = build(trainer_class, reward_funcs=starts_with_a, settings=settings)
     assert trainer.evaluate(rows("ai=", "aj="))["eval_reward"] == 1
     assert trainer.evaluate(rows("bi=", "bj="))["eval_reward"] == second
+
+
+def test_a_dataset_of_one_call_is_not_that_of_the_next(build):
+    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = build(DROTrainer, reward_funcs=starts_with_a, settings=settings, eval_dataset=rows("ai=", "aj="))
+    assert trainer.evaluate(rows("bi=", "bj="))["eval_reward"] == 0
+    assert trainer.evaluate()["eval_reward"] == 1
+    assert trainer.predict(rows("bi=", "bj=")).metrics["test_reward"] == 0
+    assert trainer.evaluate()["eval_reward"] == 1
+
+
+@pytest.mark.parametrize("first", [None, "stream"])
+def test_a_stream_is_predicted_in_groups(build, first):
+    seen: list[list[str]] = []
+
+    def reward(prompts, **_):
+        seen.append(list(prompts))
+        return [float(index) for index in range(len(prompts))]
+
+    def stream():
+        return IterableDataset.from_generator(lambda: ({"prompt": text} for text in ("ai=", "bi=")))
+
+    trainer = build(DROTrainer, reward_funcs=reward, eval_dataset=stream() if first else None)
+    trainer.predict(stream())
+    (batch,) = seen
+    assert sorted((batch[:4], batch[4:])) == [["ai="] * 4, ["bi="] * 4]
+
+
+def test_names_of_evaluations_may_hold_a_slash(build, tmp_path, capsys):
+    settings = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    trainer = build(DROTrainer, eval_dataset={"openai/gsm8k": prompts(2)}, settings=settings)
+    trainer.train()
+    names = {path.name for path in (tmp_path / "run" / "completions").iterdir()}
+    assert names == {"completions_00001.parquet", "eval_openai_gsm8k_00001.parquet"}
+
+
+@pytest.mark.parametrize("source", [random.random, numpy.random.rand], ids=["random", "numpy"])
+def test_an_evaluation_leaves_the_random_numbers_of_rewards_alone(build, source):
+    trainer = build(DROTrainer, eval_dataset=prompts(2), reward_funcs=lambda prompts, **_: [source() for _ in prompts])
+    random.seed(0)
+    numpy.random.seed(0)
+    expected = [source() for _ in range(3)]
+    random.seed(0)
+    numpy.random.seed(0)
+    got = [source()]
+    trainer.evaluate()
+    got.append(source())
+    trainer.predict(prompts(2))
+    assert [*got, source()] == expected
+
+
+@BOTH
+def test_an_evaluation_at_the_end_of_a_step_leaves_the_log_of_the_step(build, trainer_class):
+    class Evaluating(TrainerCallback):
+        trainer = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.trainer.evaluate()
+
+    callback = Evaluating()
+    callback.trainer = build(trainer_class, eval_dataset=prompts(2), callbacks=[callback])
+    callback.trainer.train()
+    losses = [log for log in callback.trainer.state.log_history if "loss" in log]
+    assert len(losses) == (2 if trainer_class is DROTrainer else 0)
+
+
+def test_what_is_no_dataset_is_refused(build):
+    trainer = build(DROTrainer, eval_dataset={"a": prompts(2)})
+    with pytest.raises(ValueError, match="eval_dataset='b' is refused: the trainer's eval_dataset has 'a'"):
+        trainer.evaluate("b")
+    with pytest.raises(ValueError, match="test_dataset is a dict, it must be a Dataset"):
+        trainer.predict({"a": prompts(2)})
+    with pytest.raises(ValueError, match="eval_dataset='a' is refused: the trainer's eval_dataset has no names"):
+        build(DROTrainer, eval_dataset=prompts(2)).evaluate("a")

@@ -239,6 +239,11 @@ class DROConfig(GRPOConfig):
         return canonical_name(self.policy_loss) == "dro"
 
     @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation is asked for, in training or around it."""
+        return self.eval_strategy != "no" or self.do_eval or self.eval_on_start
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the reference model is scored: for TRL's KL term, or as the anchor."""
         return self.beta != 0.0 or self.anchor_policy == "reference"
@@ -369,6 +374,12 @@ class DROConfig(GRPOConfig):
         if self.auto_find_batch_size:
             allowed = "shrinking the batch would break the groups of num_generations completions, it must be False"
             raise refusal("auto_find_batch_size", True, allowed, "per_device_train_batch_size=1")
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self, name):
+                allowed = "an evaluation outside of training would leave the weights in half precision for good"
+                raise refusal(
+                    name, True, allowed, f"{name[:4]}=True` (under which evaluation runs too) and `{name}=False"
+                )
         if self.train_sampling_strategy != "random":
             allowed = "prompts are drawn in groups by TRL's sampler, which ignores it; it must be 'random'"
             instead = (
@@ -433,7 +444,7 @@ class DROConfig(GRPOConfig):
                 else f"per_device_train_batch_size={num_generations}"
             )
             raise refusal("num_generations", num_generations, allowed, instead)
-        if self.eval_strategy != "no" or self.do_eval:
+        if self.evaluates:
             self.check_evaluation_batch(world_size)
 
     def check_evaluation_batch(self, processes: int | None = None) -> None:
