@@ -54,6 +54,14 @@ EVALUATION = [
     ({}, {"easy": prompts(2), "hard": EMPTY}, r"eval_dataset\['hard'\] has 0 rows"),
     ({}, {}, "eval_dataset={} is refused"),
     ({"eval_strategy": "no"}, "name", "eval_dataset='name' is refused"),
+    ({"eval_strategy": "no"}, [prompts(2)], "(?s)^eval_dataset=.* is refused"),
+    ({"eval_strategy": "no"}, {"a": prompts(2), "b": [1, 2]}, r"eval_dataset\['b'\]=\[1, 2\] is refused"),
+    ({"eval_strategy": "no", "eval_on_start": True}, None, "eval_on_start=True is refused: there is no eval_dataset"),
+    (
+        {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True},
+        {"a": prompts(2), "b": prompts(2)},
+        "metric_for_best_model='reward' is refused: .*Write `metric_for_best_model='eval_a_reward'`",
+    ),
 ]
 
 
@@ -61,6 +69,16 @@ EVALUATION = [
 def test_an_evaluation_without_rows_is_refused(tmp_path, settings, dataset, message):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, **settings}
     refused(message, tmp_path, settings, eval_dataset=dataset)
+
+
+def test_a_stream_without_a_number_of_steps_is_refused(tmp_path):
+    stream = IterableDataset.from_generator(lambda: ({"prompt": "a="} for _ in range(8)))
+    refused(
+        r"max_steps=-1 is refused: .* a stream.*Write `max_steps=1000`",
+        tmp_path,
+        {"max_steps": -1},
+        train_dataset=stream,
+    )
 
 
 def test_evaluating_on_an_empty_dataset_is_refused(build):

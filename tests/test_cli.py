@@ -46,6 +46,10 @@ SMALL = {
 }
 
 
+NO_TASK = {"task": None, "task_kwargs": None, "task_train_size": 2000, "task_eval_size": 0}
+OF_HUB = {"dataset_name": "mine", "model_name_or_path": "mine", "reward_funcs": ["tests.tiny.length_reward"]}
+
+
 @pytest.fixture
 def config(tmp_path):
     """Writes a small configuration, with changes, and returns its path."""
@@ -279,7 +283,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(config):
         ({"task_eval_size": 0, "eval_strategy": "steps", "eval_steps": 1}, "Write `task_eval_size=64` instead"),
         (
             {
-                "task": None,
+                **NO_TASK,
                 "datasets": [{"path": "json"}],
                 "model_name_or_path": "mine",
                 "reward_funcs": ["tests.tiny.length_reward"],
@@ -288,6 +292,12 @@ def test_a_reader_that_leaves_early_gets_no_traceback(config):
             "eval_strategy='epoch' is refused: `datasets` are mixed into one training split, nothing is held out. "
             "Write `test_split_size=0.1` instead.",
         ),
+        (
+            {**NO_TASK, **OF_HUB, "task_seed": 1},
+            "task_seed=1 is refused: without task nothing reads it. Write `task='spell_backward'` instead.",
+        ),
+        ({"lora_r": 8}, "lora_r=8 is refused: without use_peft nothing reads it. Write `use_peft=True` instead."),
+        ({"do_predict": True}, "do_predict=True is refused: this command trains and evaluates only"),
     ],
 )
 def test_rows_that_cannot_suffice_are_refused_before_anything_is_built(
@@ -403,7 +413,7 @@ def dataset_config(config, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     own = {
-        "task": None,
+        **NO_TASK,
         "dataset_name": str(tmp_path / "rows"),
         "model_name_or_path": str(tmp_path / "model"),
         "reward_funcs": ["tests.tiny.length_reward"],

@@ -38,6 +38,8 @@ BAD = [
     ({"policy_loss_kwargs": {1: 1}}, "policy_loss_kwargs", ["1 is no name", '{"beta": 0.5}']),
     ({"dro_beta": 10**400}, "dro_beta=1000", ["finite", "dro_beta=0.5"]),
     ({"policy_loss_kwargs": {"betta": 1.0}}, "betta", ["beta", "level"]),
+    ({"dro_beta": None, "policy_loss_kwargs": {"betta": 1.0}}, "betta", ["beta", "level"]),
+    ({"dro_beta": None, "policy_loss_kwargs": {"beta": None, "level": "token"}}, "dro_beta", ["dro_beta=0.5"]),
     ({"policy_loss_kwargs": {"beta": 1.0}}, "dro_beta", ["twice", "0.5", "1.0"]),
     ({"policy_loss_kwargs": {"level": "token"}, "dro_level": "sequence"}, "dro_level", ["twice"]),
     ({"dro_beta": None}, "dro_beta", ["l* = A / dro_beta", "dro_beta=0.5"]),
@@ -583,6 +585,15 @@ def test_without_a_beta_the_source_keeps_its_objective(source, objective, kwargs
         (
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.2},
             "top_entropy_quantile=0.2 is refused",
+        ),
+        (
+            {
+                "loss_type": "luspo",
+                "importance_sampling_level": "sequence",
+                "use_vllm": True,
+                "vllm_importance_sampling_mode": "token_mask",
+            },
+            "vllm_importance_sampling_mode='token_mask' is refused.*'sequence_mask'",
         ),
     ],
 )

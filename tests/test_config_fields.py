@@ -25,6 +25,8 @@ REFUSED = {
     "vespo_k_neg": 1.0,
     "vespo_lambda_neg": 1.0,
     "label_smoothing_factor": 0.1,
+    "bf16_full_eval": True,
+    "fp16_full_eval": True,
     "auto_find_batch_size": True,
     "train_sampling_strategy": "sequential",
     "data_seed": 7,
@@ -90,7 +92,7 @@ UNAFFECTED = set(
     """
     output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim
     optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules
-    max_grad_norm bf16 fp16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs
+    max_grad_norm bf16 fp16 tf32 activation_checkpointing activation_checkpointing_kwargs
     torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
     torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node
     logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name

@@ -1,16 +1,18 @@
 """Evaluation measures rows, and leaves no trace in training. Each fault of TRL's is shown on its trainer first."""
 
 import math
+import random
 
+import numpy
 import pandas
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from trl_dro import DROTrainer
-from trl_dro.evaluation import Evaluation, reduce_batches, unlimited_copy
+from trl_dro.evaluation import Evaluation, reduce_batches, reduce_metrics, unlimited_copy
 
 from .tiny import prompts
 
@@ -77,6 +79,41 @@ def test_shortest_and_longest_are_of_all_rows(build, trainer_class, shortest, lo
     else:  # means of the batches' extremes
         assert metrics["eval_completions/min_length"] == metrics["eval_completions/max_length"] == 3
     assert metrics["eval_completions/mean_length"] == 3
+
+
+def ended_by_a(prompts, trainer) -> dict:
+    """Completions of 2 to 6 tokens; those of prompts that begin with an a end by themselves."""
+    rollout = scripted_lengths(prompts, trainer)
+    for prompt, ids in zip(prompts, rollout["completion_ids"], strict=True):
+        if prompt[0] == "a":
+            ids.append(2)
+    rollout["logprobs"] = [[-1.0] * len(row) for row in rollout["completion_ids"]]
+    return rollout
+
+
+@pytest.mark.parametrize(("trainer_class", "length"), [(GRPOTrainer, 1.0), (DROTrainer, 2.0)])
+def test_batches_without_a_terminated_completion_do_not_count_in_terminated_lengths(build, trainer_class, length):
+    settings = {"per_device_eval_batch_size": 1, "num_generations_eval": 1}
+    trainer = build(trainer_class, rollout_func=ended_by_a, eval_dataset=rows("a=", "c="), settings=settings)
+    metrics = trainer.evaluate()
+    for name in ("mean", "min", "max"):
+        assert metrics[f"eval_completions/{name}_terminated_length"] == length
+
+
+def test_terminated_lengths_are_weighted_by_the_terminated_completions():
+    per_batch = {
+        "completions/clipped_ratio": [0.75, 0.0, 1.0],
+        "completions/mean_terminated_length": [8.0, 2.0, 0.0],
+        "completions/min_terminated_length": [8.0, 2.0, 0.0],
+        "completions/mean_length": [4.0, 2.0, 6.0],
+    }
+    assert reduce_metrics(per_batch)["completions/mean_terminated_length"] == (8 * 0.25 + 2) / 1.25
+    reduced = reduce_metrics(per_batch, rows=[4, 2, 4])
+    assert reduced["completions/mean_terminated_length"] == (8 * 1 + 2 * 2) / 3
+    assert reduced["completions/min_terminated_length"] == 2
+    assert reduced["completions/mean_length"] == (16 + 4 + 24) / 10
+    nothing_ended = {name: [values[2]] for name, values in per_batch.items()}
+    assert reduce_metrics(nothing_ended)["completions/mean_terminated_length"] == 0
 
 
 def test_batches_are_reduced_by_what_a_name_says():
@@ -275,3 +312,77 @@ def test_persistent_workers_read_the_dataset_that_is_given(build, trainer_class,
     trainer = build(trainer_class, reward_funcs=starts_with_a, settings=settings)
     assert trainer.evaluate(rows("ai=", "aj="))["eval_reward"] == 1
     assert trainer.evaluate(rows("bi=", "bj="))["eval_reward"] == second
+
+
+def test_a_dataset_of_one_call_is_not_that_of_the_next(build):
+    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = build(DROTrainer, reward_funcs=starts_with_a, settings=settings, eval_dataset=rows("ai=", "aj="))
+    assert trainer.evaluate(rows("bi=", "bj="))["eval_reward"] == 0
+    assert trainer.evaluate()["eval_reward"] == 1
+    assert trainer.predict(rows("bi=", "bj=")).metrics["test_reward"] == 0
+    assert trainer.evaluate()["eval_reward"] == 1
+
+
+@pytest.mark.parametrize("first", [None, "stream"])
+def test_a_stream_is_predicted_in_groups(build, first):
+    seen: list[list[str]] = []
+
+    def reward(prompts, **_):
+        seen.append(list(prompts))
+        return [float(index) for index in range(len(prompts))]
+
+    def stream():
+        return IterableDataset.from_generator(lambda: ({"prompt": text} for text in ("ai=", "bi=")))
+
+    trainer = build(DROTrainer, reward_funcs=reward, eval_dataset=stream() if first else None)
+    trainer.predict(stream())
+    (batch,) = seen
+    assert sorted((batch[:4], batch[4:])) == [["ai="] * 4, ["bi="] * 4]
+
+
+def test_names_of_evaluations_may_hold_a_slash(build, tmp_path, capsys):
+    settings = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    trainer = build(DROTrainer, eval_dataset={"openai/gsm8k": prompts(2)}, settings=settings)
+    trainer.train()
+    names = {path.name for path in (tmp_path / "run" / "completions").iterdir()}
+    assert names == {"completions_00001.parquet", "eval_openai_gsm8k_00001.parquet"}
+
+
+@pytest.mark.parametrize("source", [random.random, numpy.random.rand], ids=["random", "numpy"])
+def test_an_evaluation_leaves_the_random_numbers_of_rewards_alone(build, source):
+    trainer = build(DROTrainer, eval_dataset=prompts(2), reward_funcs=lambda prompts, **_: [source() for _ in prompts])
+    random.seed(0)
+    numpy.random.seed(0)
+    expected = [source() for _ in range(3)]
+    random.seed(0)
+    numpy.random.seed(0)
+    got = [source()]
+    trainer.evaluate()
+    got.append(source())
+    trainer.predict(prompts(2))
+    assert [*got, source()] == expected
+
+
+@BOTH
+def test_an_evaluation_at_the_end_of_a_step_leaves_the_log_of_the_step(build, trainer_class):
+    class Evaluating(TrainerCallback):
+        trainer = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.trainer.evaluate()
+
+    callback = Evaluating()
+    callback.trainer = build(trainer_class, eval_dataset=prompts(2), callbacks=[callback])
+    callback.trainer.train()
+    losses = [log for log in callback.trainer.state.log_history if "loss" in log]
+    assert len(losses) == (2 if trainer_class is DROTrainer else 0)
+
+
+def test_what_is_no_dataset_is_refused(build):
+    trainer = build(DROTrainer, eval_dataset={"a": prompts(2)})
+    with pytest.raises(ValueError, match="eval_dataset='b' is refused: the trainer's eval_dataset has 'a'"):
+        trainer.evaluate("b")
+    with pytest.raises(ValueError, match="test_dataset is a dict, it must be a Dataset"):
+        trainer.predict({"a": prompts(2)})
+    with pytest.raises(ValueError, match="eval_dataset='a' is refused: the trainer's eval_dataset has no names"):
+        build(DROTrainer, eval_dataset=prompts(2)).evaluate("a")

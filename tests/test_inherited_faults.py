@@ -420,6 +420,25 @@ def test_a_resumed_second_epoch_replays_the_first_in_trl_and_goes_on_here(build)
     assert orders[DROTrainer][1] == whole[6:]
 
 
+@pytest.mark.filterwarnings("ignore:DRO's penalty does nothing:UserWarning")
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, DROTrainer])
+def test_an_epoch_that_a_callback_cuts_short_is_not_repeated(build, trainer_class):
+    seen: list[str] = []
+
+    class Cut(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step % 2 == 0
+
+    def watching(prompts, completions, **_):
+        seen.append(prompts[0])
+        return length_reward(completions)
+
+    settings = {"max_steps": -1, "num_train_epochs": 2, "num_iterations": 1, "per_device_train_batch_size": 4}
+    trainer = build(trainer_class, reward_funcs=watching, settings=settings, callbacks=[Cut()])
+    trainer.train()
+    assert len(seen) == len(set(seen)) == 4
+
+
 # Continuous batching
 
 
@@ -490,7 +509,7 @@ def test_trls_card_claims_grpo_and_ours_names_dro(build, tmp_path):
     assert {"trl", "dro", "trl-dro"} <= set(re.findall(r"^- (\S+)$", cards[1], flags=re.MULTILINE))
 
 
-# Tokenizers and every row truncated
+# Tokenizers and the output directory
 
 
 @pytest.mark.parametrize("pad", [None, "<eos>"])

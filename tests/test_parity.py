@@ -230,16 +230,28 @@ class OffEngine:
         return prompts, completion_ids, logprobs, None
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_trls_correction_of_the_engines_mismatch_is_honoured_in_every_mode(mode, checkpoint, tmp_path, monkeypatch):
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# At sequence level the token modes are refused.
+CORRECTED = [
+    pytest.param(loss, mode, marks=[] if loss == "dapo" else pytest.mark.slow)
+    for loss in LOSSES
+    for mode in MODES
+    if not (loss in ("gspo", "luspo") and mode.startswith("token_"))
+]
+
+
+@pytest.mark.parametrize(("loss", "mode"), CORRECTED)
+def test_trls_correction_of_the_engines_mismatch_is_honoured_in_every_mode(
+    loss, mode, checkpoint, tmp_path, monkeypatch
+):
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", OffEngine)
 
     def load():
         return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
 
     bounds = {"vllm_importance_sampling_clip_min": 0.6, "vllm_importance_sampling_clip_max": 1.5}
-    settings = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "beta": 0.3, **bounds}
-    settings["off_policy_mask_threshold"] = 0.05
+    settings = {**LOSSES[loss], "use_vllm": True, "vllm_importance_sampling_mode": mode, **bounds}
+    settings |= {"beta": 0.3, "use_bias_correction_kl": False, "off_policy_mask_threshold": 0.05}
     trl, ours = both(settings, load, tmp_path)
     assert largest_difference(trl.model, ours.model) < 1e-7
     uncorrected, _ = both({**settings, "vllm_importance_sampling_correction": False}, load, tmp_path)
@@ -264,6 +276,33 @@ def test_a_continued_adapter_has_its_own_copy_as_reference_as_in_trl(checkpoint,
         trl, ours = both({"beta": 0.3, "use_bias_correction_kl": False}, load, tmp_path)
     assert largest_difference(trl.model, ours.model) < 1e-7
     assert ours.state.log_history[1]["kl"] == pytest.approx(trl.state.log_history[1]["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.3}], ids=str)
+def test_an_adapter_of_another_name_trains_as_the_default_one_in_trl(settings, checkpoint, tmp_path):
+    """TRL knows the name `default` only, so its adapter bears it."""
+    peft = pytest.importorskip("peft")
+
+    def load(name):
+        torch.manual_seed(0)
+        base = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+        lora = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        return peft.get_peft_model(base, lora, adapter_name=name).double()
+
+    source = GRPOConfig(output_dir=str(tmp_path), **{**GEOMETRY, **settings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of what TRL does with its adapters
+        trl = train(GRPOTrainer, source, load("default"))
+        ours = train(DROTrainer, DROConfig.from_grpo_config(source), load("mine"))
+    mine, start = dict(ours.model.named_parameters()), dict(load("default").named_parameters())
+    trained = [name for name, parameter in trl.model.named_parameters() if parameter.requires_grad]
+    assert trained
+    parameters = dict(trl.model.named_parameters())
+    assert max((parameters[name] - start[name]).abs().max().item() for name in trained) > 1e-4
+    for name in trained:
+        torch.testing.assert_close(mine[name.replace("default", "mine")], parameters[name], rtol=0, atol=1e-7)
 
 
 def truncating_rollout(prompts, trainer) -> dict:
@@ -330,11 +369,19 @@ def test_difference_token_means_are_those_of_each_optimizer_step(checkpoint, tmp
         torch.testing.assert_close((p - start[name]) * theirs / exact, moved[name], rtol=1e-5, atol=1e-7)
 
 
-def test_difference_log_ratios_beyond_20_nats_are_cut_off():
-    """TRL's ratio overflows where this package's stays at e^20."""
-    from trl_dro import PolicyLossInputs, get_policy_loss
+def test_difference_metrics_of_an_accumulated_step_are_over_its_tokens(checkpoint, tmp_path, monkeypatch):
+    """Two ragged micro-batches: this package logs what one batch of both gives, TRL the mean of the two means."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
-    one = torch.ones(1, 1)
-    output = get_policy_loss("importance_sampling")(PolicyLossInputs(0 * one, -100 * one, one, one))
-    assert output.per_token_loss.item() == pytest.approx(-torch.tensor(20.0).exp().item())
-    assert torch.exp(torch.tensor(100.0)) == float("inf")
+    def load():
+        return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+    names = ("kl", "clip_ratio/region_mean")
+    settings = {"beta": 0.3, "shuffle_dataset": False, "max_steps": 4}
+    halves = {**settings, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    whole, _ = both(settings, load, tmp_path, rollout_func=truncating_rollout)
+    trl, ours = both(halves, load, tmp_path, rollout_func=truncating_rollout)
+    for name in names:
+        expected = whole.state.log_history[3][name]
+        assert ours.state.log_history[3][name] == pytest.approx(expected, rel=1e-6)
+        assert trl.state.log_history[3][name] != pytest.approx(expected, rel=1e-3)

@@ -112,3 +112,47 @@ def test_the_gradient_of_the_loss_equals_trls(loss, option, policy, tmp_path):
     assert theirs[0].abs().max() > 1e-3
     for expected, got in zip(theirs, ours, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+# Outside of it the two differ, see docs/migrating.md.
+
+
+def test_difference_trl_spreads_the_weight_of_a_token_over_its_sequence(policy, tmp_path):
+    """At sequence level: TRL differentiates through the mean over the sequence, here each token keeps its weight."""
+    inputs = micro_batch("token", False, 1)
+    source = GRPOConfig(output_dir=str(tmp_path), **{**GEOMETRY, "model_init_kwargs": None, **LOSSES["gspo"]})
+    theirs, _ = gradient(GRPOTrainer, source, policy, inputs, corrected=True)
+    ours, _ = gradient(DROTrainer, DROConfig.from_grpo_config(source), policy, inputs, corrected=False)
+    mask = inputs["completion_mask"].bool()
+    assert (ours - theirs).abs().max() > 1e-3
+    for row in range(ROWS):
+        on_tokens = theirs[row][mask[row]]
+        torch.testing.assert_close(on_tokens, on_tokens.mean().expand_as(on_tokens))
+        weights = inputs["importance_sampling_ratio"][row][mask[row]]
+        torch.testing.assert_close(ours[row][mask[row]], on_tokens.mean() * weights / weights.mean())
+
+
+def test_difference_log_ratios_beyond_20_nats_are_cut_off(policy, tmp_path):
+    """TRL's ratio overflows where this package's stays at e^20; negative advantages let it through the clip."""
+    inputs = micro_batch(None, False, 1)
+    inputs["old_per_token_logps"] = inputs["logps"] - 800.0  # e^800 is infinite in float64 too
+    inputs["advantages"] = -inputs["advantages"].abs()
+    source = GRPOConfig(output_dir=str(tmp_path), **{**GEOMETRY, "model_init_kwargs": None, **LOSSES["dapo"]})
+    theirs, _ = gradient(GRPOTrainer, source, policy, inputs, corrected=False)
+    ours, _ = gradient(DROTrainer, DROConfig.from_grpo_config(source), policy, inputs, corrected=False)
+    assert not theirs.isfinite().all()
+    assert ours.isfinite().all()
+
+
+def test_difference_a_second_clip_inside_the_first_caps_positive_advantages_in_trl(policy, tmp_path):
+    """`delta` is meant for negative advantages. Inside the first clip it cuts positive ones too, which is refused."""
+    inputs = micro_batch(None, False, 1)
+    inputs["old_per_token_logps"] = inputs["logps"] - 0.15  # a ratio of 1.16: inside 1.2, outside 1.1
+    inputs["advantages"] = inputs["advantages"].abs()
+    settings = {**GEOMETRY, "model_init_kwargs": None, "loss_type": "dapo"}
+    for delta, cut in ((None, False), (1.1, True)):
+        source = GRPOConfig(output_dir=str(tmp_path), **settings, delta=delta)
+        theirs, _ = gradient(GRPOTrainer, source, policy, inputs, corrected=False)
+        assert bool((theirs == 0).all()) is cut
+    with pytest.raises(ValueError, match=r"delta=1\.1 is refused"):
+        DROConfig.from_grpo_config(source)

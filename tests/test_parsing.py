@@ -75,7 +75,8 @@ def parse(tmp_path):
         ("weights: 1e-1", "weights", [0.1]),
         ("names: one", "names", ["one"]),
         ("names: [one, 2]", "names", ["one", "2"]),
-        ("settings: {a: 1e-5, b: [1, no]}", "settings", {"a": 1e-5, "b": [1, "no"]}),
+        ("settings: {a: 1e-5, b: [1, 'no']}", "settings", {"a": 1e-5, "b": [1, "no"]}),
+        ("names: [no, on]", "names", ["no", "on"]),
         ("settings: '{\"a\": 1}'", "settings", {"a": 1}),
         ("settings: file.json", "settings", "file.json"),
         ("flags: {a: true}", "flags", {"a": True}),
@@ -91,6 +92,16 @@ def test_a_value_in_the_file_gets_the_type_of_its_field(parse, yaml, name, value
     got = getattr(parse(yaml=yaml), name)
     assert got == value
     assert type(got) is type(value)
+    if isinstance(value, list):
+        assert [type(item) for item in got] == [type(item) for item in value]
+
+
+@pytest.mark.parametrize(("word", "meant"), [("no", "false"), ("Off", "false"), ("yes", "true"), ("ON", "true")])
+def test_a_bare_word_that_other_tools_read_as_a_bool_is_refused_where_no_type_decides(parse, word, meant):
+    for yaml in (f"settings: {{a: {word}}}", f"settings: {{a: {{b: [1, {word}]}}}}"):
+        with pytest.raises(ValueError, match=f"`{word}` is ambiguous here. Write {meant}, or quote it: '{word}'"):
+            parse(yaml=yaml)
+    assert parse(yaml=f"settings: {{a: '{word}'}}").settings == {"a": word}
 
 
 @pytest.mark.parametrize(

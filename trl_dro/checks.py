@@ -148,15 +148,17 @@ def check_data(
         ValueError: a dataset is missing or of the wrong kind, or what [`check_datasets`] and [`check_prompt`] refuse.
     """
     _check_train_type(train_dataset, has_environment=has_environment)
-    if isinstance(eval_dataset, str) or (isinstance(eval_dataset, dict) and not eval_dataset):
-        raise ValueError(
-            f"eval_dataset={eval_dataset!r} is refused: it must be a Dataset, an IterableDataset, or a dict of them. "
-            "Write `eval_dataset=load_dataset(...)['test']`."
-        )
-    if args.eval_strategy != "no" and eval_dataset is None:
-        raise ValueError(
-            f"eval_strategy={getattr(args.eval_strategy, 'value', args.eval_strategy)!r} is refused: there is no "
-            "eval_dataset to evaluate on. Write `eval_strategy='no'`, or pass an `eval_dataset`."
+    _check_eval_type(eval_dataset)
+    for name, value in (("eval_strategy", args.eval_strategy), ("eval_on_start", args.eval_on_start)):
+        if value not in ("no", False) and eval_dataset is None:
+            raise ValueError(
+                f"{name}={getattr(value, 'value', value)!r} is refused: there is no eval_dataset to evaluate on. "
+                f"Write `{name}={'no' if name == 'eval_strategy' else False!r}`, or pass an `eval_dataset`."
+            )
+    _check_best_metric(args, eval_dataset)
+    if isinstance(train_dataset, IterableDataset) and args.max_steps < 1:
+        raise refusal(
+            "max_steps", args.max_steps, "train_dataset is a stream, whose length nobody knows", "max_steps=1000"
         )
     check_datasets(args, train_dataset, eval_dataset, has_environment=has_environment)
     for name, dataset in _named(train_dataset, eval_dataset):
@@ -178,6 +180,33 @@ def _named(train_dataset: Any, eval_dataset: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"eval_dataset[{name!r}]", dataset) for name, dataset in eval_dataset.items())
     else:
         yield "eval_dataset", eval_dataset
+
+
+def _check_eval_type(eval_dataset: Any) -> None:
+    wrong = {
+        name: dataset
+        for name, dataset in _named(None, eval_dataset)
+        if name != "train_dataset" and not isinstance(dataset, (Dataset, IterableDataset))
+    }
+    if eval_dataset is not None and (wrong or eval_dataset == {}):
+        name, given = next(iter(wrong.items()), ("eval_dataset", eval_dataset))
+        raise ValueError(
+            f"{name}={_short(given)} is refused: eval_dataset must be a Dataset, an IterableDataset, or a dict of "
+            "them. Write `eval_dataset=load_dataset(...)['test']`."
+        )
+
+
+def _check_best_metric(args: DROConfig, eval_dataset: Any) -> None:
+    """Of several held-out datasets, one has to be named."""
+    if not (args.load_best_model_at_end and isinstance(eval_dataset, dict)):
+        return
+    metric = str(args.metric_for_best_model).removeprefix("eval_")
+    if not any(metric.startswith(f"{name}_") for name in eval_dataset):
+        names = [f"eval_{name}_reward" for name in eval_dataset]
+        allowed = f"each of several datasets has its own: {', '.join(names)}, ..."
+        raise refusal(
+            "metric_for_best_model", args.metric_for_best_model, allowed, f"metric_for_best_model={names[0]!r}"
+        )
 
 
 def _check_train_type(train_dataset: Any, *, has_environment: bool) -> None:

@@ -45,7 +45,7 @@ from .off_policy_rules import (
     corrects_rollouts,
     resolve_correction,
 )
-from .policy_loss import PolicyLoss, canonical_name, get_policy_loss
+from .policy_loss import PolicyLoss, canonical_name, get_policy_loss, resolve_policy_loss
 from .rollout_correction import RolloutCorrection
 from .windows import BatchPlan
 
@@ -307,7 +307,8 @@ class DROConfig(GRPOConfig):
                     raise ValueError(f"{name} is given twice: {both}. Write `dro_{name}={value!r}` only.")
                 if given:
                     params[name] = value
-            if params.get("beta") is None:
+            known = {field.name for field in fields(resolve_policy_loss("dro"))}
+            if params.get("beta") is None and params.keys() <= known:  # another name has a better message
                 raise ValueError(MISSING_BETA)
         try:
             return get_policy_loss(self.policy_loss, **params)
@@ -335,6 +336,11 @@ class DROConfig(GRPOConfig):
     @property
     def is_dro(self) -> bool:
         return canonical_name(self.policy_loss) == "dro"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation is asked for, in training or around it."""
+        return self.eval_strategy != "no" or self.do_eval or self.eval_on_start
 
     @property
     def needs_reference(self) -> bool:
@@ -466,6 +472,12 @@ class DROConfig(GRPOConfig):
         if self.auto_find_batch_size:
             allowed = "shrinking the batch would break the groups of num_generations completions, it must be False"
             raise refusal("auto_find_batch_size", True, allowed, "per_device_train_batch_size=1")
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self, name):
+                allowed = "an evaluation outside of training would leave the weights in half precision for good"
+                raise refusal(
+                    name, True, allowed, f"{name[:4]}=True` (under which evaluation runs too) and `{name}=False"
+                )
         if self.train_sampling_strategy != "random":
             allowed = "prompts are drawn in groups by TRL's sampler, which ignores it; it must be 'random'"
             instead = (
@@ -530,7 +542,7 @@ class DROConfig(GRPOConfig):
                 else f"per_device_train_batch_size={num_generations}"
             )
             raise refusal("num_generations", num_generations, allowed, instead)
-        if self.eval_strategy != "no" or self.do_eval:
+        if self.evaluates:
             self.check_evaluation_batch(world_size)
 
     def check_evaluation_batch(self, processes: int | None = None) -> None:

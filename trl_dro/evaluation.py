@@ -1,6 +1,7 @@
 """Evaluation apart from training: measured over its rows, where TRL averages its batches."""
 
 import math
+import random
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import torch
+from datasets import Dataset, IterableDataset
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import PredictionOutput
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
@@ -61,7 +65,7 @@ class Evaluation:
             weighted by the rows of their batch, minima and maxima as such.
         """
         self._drop_repeats()
-        reduced = {name: reduce_batches(name, values, self.rows) for name, values in per_batch.items()}
+        reduced = reduce_metrics(per_batch, self.rows)
         if not self.rows:
             return reduced
         rewards = torch.tensor([list(self.logs["rewards"][name]) for name in reward_names], dtype=torch.float32).T
@@ -77,7 +81,22 @@ def unlimited_copy(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: defaultdict(deque) if isinstance(column, dict) else deque() for name, column in logs.items()}
 
 
-def reduce_batches(name: str, values: Sequence[float], rows: Sequence[int] = ()) -> float | None:
+def reduce_metrics(per_batch: Mapping[str, list[float]], rows: Sequence[int] = ()) -> dict[str, float | None]:
+    """One value for each metric, see `reduce_batches`; lengths of terminated completions only of batches with some."""
+    reduced = {}
+    clipped = per_batch.get("completions/clipped_ratio", [])
+    for name, values in per_batch.items():
+        weights: Sequence[float] = rows
+        if name.endswith("_terminated_length") and len(clipped) == len(values) and min(clipped) < 1.0:
+            sizes = rows if len(rows) == len(values) else [1] * len(values)
+            weights = [size * (1.0 - share) for size, share in zip(sizes, clipped, strict=True)]
+            # TRL's length for a batch without any is 0
+            values = [value if weight > 0 else math.nan for value, weight in zip(values, weights, strict=True)]
+        reduced[name] = reduce_batches(name, values, weights)
+    return reduced
+
+
+def reduce_batches(name: str, values: Sequence[float], rows: Sequence[float] = ()) -> float | None:
     """One value for a metric that has one for each batch.
 
     Args:
@@ -137,18 +156,44 @@ class EvaluatingTrainer(GRPOTrainer):
         if isinstance(dataset, dict):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
         if isinstance(dataset, str):
+            known = list(self.eval_dataset) if isinstance(self.eval_dataset, dict) else []
+            if dataset not in known:
+                raise ValueError(
+                    f"eval_dataset={dataset!r} is refused: the trainer's eval_dataset has "
+                    f"{', '.join(map(repr, known)) or 'no names'}. Write one of them, or pass a Dataset."
+                )
             dataset = cast(dict, self.eval_dataset)[dataset]
         elif eval_dataset is not None:
-            # With persistent workers transformers would take the data of the call before.
-            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
+            self._forget_loader()
         with self._evaluating(metric_key_prefix, dataset):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            try:
+                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            finally:
+                if eval_dataset is not None and not isinstance(eval_dataset, str):
+                    self._forget_loader()
+
+    def _forget_loader(self) -> None:
+        """With persistent workers transformers would take the data of this call for the next one's."""
+        getattr(self, "_eval_dataloaders", {}).pop("eval", None)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As for evaluation, so that a stream gets its completions in groups too."""
+        self._forget_loader()
+        try:
+            return self.get_eval_dataloader(test_dataset)
+        finally:
+            self._forget_loader()
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """As in transformers: `predictions` stay None, `metrics` hold the loss, the rewards and the rest."""
         self.args.check_evaluation_batch()
+        if not isinstance(test_dataset, (Dataset, IterableDataset)):
+            raise ValueError(
+                f"test_dataset is a {type(test_dataset).__name__}, it must be a Dataset or an IterableDataset. Call "
+                "predict() for each, or write `Dataset.from_list([{'prompt': ...}, ...])`."
+            )
         check_columns("test_dataset", test_dataset, has_environment=self.environment_factories is not None)
         with self._evaluating(metric_key_prefix, test_dataset):
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
@@ -158,7 +203,8 @@ class EvaluatingTrainer(GRPOTrainer):
     @contextmanager
     def _evaluating(self, prefix: str, dataset: Any) -> Iterator[None]:
         """Evaluation apart from training: with metrics, logs, random numbers and a model mode of its own."""
-        training = self.model.training
+        training, should_log = self.model.training, self.control.should_log
+        states = random.getstate(), numpy.random.get_state()
         self._start_metrics("eval")
         generations = self.args.num_generations_eval or cast(int, self.args.num_generations)
         wanted = len(dataset) * generations if hasattr(dataset, "__len__") else None
@@ -172,6 +218,9 @@ class EvaluatingTrainer(GRPOTrainer):
                 yield
             finally:
                 self.model.train(training)
+                random.setstate(states[0])
+                numpy.random.set_state(states[1])
+                self.control.should_log = should_log  # the log of an evaluation is not the one that is due
 
     def _start_metrics(self, mode: str) -> None:
         """Forget what an interrupted call left behind."""
@@ -208,7 +257,7 @@ class EvaluatingTrainer(GRPOTrainer):
         batches = dict(self._metrics[mode])
         self._metrics[mode].clear()
         if self._evaluation is None:
-            return {name: reduce_batches(name, values) for name, values in batches.items()}
+            return reduce_metrics(batches)
         metrics = self._evaluation.metrics(batches, self.reward_func_names, self.reward_weights)
         return {f"{self._evaluation.prefix}_{name}": value for name, value in metrics.items()}
 
@@ -222,7 +271,10 @@ class EvaluatingTrainer(GRPOTrainer):
         aside = table.with_suffix(".train")
         if table.exists():
             table.rename(aside)
-        yield
-        table.rename(table.with_name(table.name.replace("completions_", f"{self._evaluation.prefix}_")))
-        if aside.exists():
-            aside.rename(table)
+        try:
+            yield
+            name = self._evaluation.prefix.replace("/", "_")
+            table.rename(table.with_name(table.name.replace("completions_", f"{name}_")))
+        finally:
+            if aside.exists():
+                aside.rename(table)

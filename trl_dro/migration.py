@@ -133,6 +133,11 @@ def _equivalent_objective(cfg: GRPOConfig) -> dict[str, Any]:
         if cfg.top_entropy_quantile < 1.0:
             allowed = "TRL's sequence ratio sends gradient to every token, here only to the tokens that are kept"
             raise refusal("top_entropy_quantile", cfg.top_entropy_quantile, allowed, "top_entropy_quantile=1.0")
+        mode = cfg.vllm_importance_sampling_mode
+        if cfg.use_vllm and cfg.vllm_importance_sampling_correction and mode.startswith("token_"):
+            allowed = "TRL spreads the weight of a token over its sequence there, here it stays with the token"
+            instead = f"vllm_importance_sampling_mode={mode.replace('token', 'sequence')!r}"
+            raise refusal("vllm_importance_sampling_mode", mode, allowed, instead)
         if cfg.delta is not None:
             raise refusal("delta", cfg.delta, "gspo has no second clip, it must be None", "delta=None")
         return {**result, "policy_loss": "gspo", "policy_loss_kwargs": kwargs}

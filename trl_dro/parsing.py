@@ -18,6 +18,10 @@ from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
 
+class _Bare(str):
+    """A word without quotes that YAML 1.1 reads as true or false."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2 scalars, duplicate keys being errors.
 
@@ -50,6 +54,15 @@ for _tag, _pattern, _first in (
     ("merge", r"<<", "<"),
 ):
     _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def _construct_text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    text = str(loader.construct_scalar(node))
+    bare = node.style is None and text.lower() in ("yes", "no", "on", "off")
+    return _Bare(text) if bare else text
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 
 
 def load_yaml(path: str | os.PathLike) -> dict[str, Any]:
@@ -151,7 +164,23 @@ def _to_dict(value: Any) -> dict:
     value = json.loads(value) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise ValueError
+    _refuse_ambiguous(value)
     return value
+
+
+def _without_marks(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_marks(item) for item in value]
+    return str(value) if isinstance(value, _Bare) else value
+
+
+def _refuse_ambiguous(value: Any) -> None:
+    """Refuse a bare `no` where no type says whether it is meant as false: other tools read it so, it is text here."""
+    if isinstance(value, _Bare):
+        meant = str(value).lower() in ("yes", "on")
+        raise _ExplainedError(f"`{value}` is ambiguous here. Write {str(meant).lower()}, or quote it: '{value}'.")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_ambiguous(item)
 
 
 _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
@@ -219,6 +248,9 @@ def coerce(value: Any, hint: Any) -> Any:
         ValueError: If no alternative of the hint can hold the value. The message names value and type.
     """
     members = _members(hint)
+    if isinstance(value, dict) and any((get_origin(member) or member) is dict for member in members):
+        _refuse_ambiguous(value)
+    value = _without_marks(value)
     looks_like_json = isinstance(value, str) and value.lstrip().startswith("{")
     if looks_like_json and any((get_origin(member) or member) is dict for member in members):
         try:

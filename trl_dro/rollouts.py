@@ -18,16 +18,17 @@ _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class ResumableSampler(Sampler):
-    """Shuffles epoch e as a run that was never interrupted would: TRL's sampler always begins with epoch 0."""
+    """Begins with the epoch that a run resumes in: TRL's sampler always begins with epoch 0."""
 
     def __init__(self, sampler: Any, epoch: Callable[[], int]):
         self.sampler, self.epoch = sampler, epoch
+        self._placed = False
 
     def __iter__(self) -> Iterator[int]:
-        if self.sampler.shuffle:
-            self.sampler.generator.manual_seed(self.sampler.seed)
+        if self.sampler.shuffle and not self._placed:
             for _ in range(self.epoch()):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
+        self._placed = True
         yield from self.sampler
 
     def __len__(self) -> int:

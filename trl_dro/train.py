@@ -20,7 +20,7 @@ from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from .config import DROConfig
-from .config_rules import refusal
+from .config_rules import field_defaults, refusal
 from .parsing import DROParser
 from .policy_loss import nearest_first
 from .tasks import TINY_MODELS
@@ -166,6 +166,7 @@ def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfi
         raise ValueError("reward_funcs is not set. Write `reward_funcs: [accuracy_reward]`, or a dotted path.")
     for name in script.reward_funcs or []:
         load_reward(name)
+    _refuse_idle(script, config, model)
     if script.task:
         _check_task_size(script, config)
     elif config.eval_strategy != "no" and data.datasets and data.test_split_size is None:
@@ -182,6 +183,35 @@ def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfi
             f"reward_weights={config.reward_weights!r} is refused: there are {rewards} rewards, each needs a weight. "
             f"Write `reward_weights={[1.0] * rewards}` instead."
         )
+
+
+# Options that are read only with another one.
+_OF_TASK = ("task_kwargs", "task_train_size", "task_eval_size", "task_seed", "task_prompt_template")
+_OF_PEFT = (
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "use_rslora",
+    "use_dora",
+)
+
+
+def _refuse_idle(script: DROScriptArguments, config: DROConfig, model: ModelConfig) -> None:
+    """Refuse what nothing would read, and the switches of transformers' example scripts that this command lacks."""
+    defaults = {**field_defaults(DROScriptArguments), **field_defaults(ModelConfig)}
+    for names, owner, switched, switch in (
+        (_OF_TASK, script, bool(script.task), "task='spell_backward'"),
+        (_OF_PEFT, model, model.use_peft, "use_peft=True"),
+    ):
+        for name in names:
+            if not switched and getattr(owner, name) != defaults[name]:
+                allowed = f"without {switch.split('=')[0]} nothing reads it"
+                raise refusal(name, getattr(owner, name), allowed, switch)
+    if config.do_predict:
+        raise refusal("do_predict", True, "this command trains and evaluates only", "do_predict=False")
 
 
 def _check_task_size(script: DROScriptArguments, config: DROConfig) -> None:
@@ -376,7 +406,7 @@ def _prepare(
             dataset = get_dataset(data)
         else:
             dataset = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-        held_out = _split(dataset, "dataset_test_split", script) if config.eval_strategy != "no" else None
+        held_out = _split(dataset, "dataset_test_split", script) if config.evaluates else None
         return _split(dataset, "dataset_train_split", script), held_out, None, name
 
     tiny = name in TINY_MODELS

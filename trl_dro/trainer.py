@@ -364,8 +364,8 @@ class DROTrainer(GeneratingTrainer):
         """
         old = inputs.get("old_per_token_logps", current)
         sampling = inputs.get("sampling_per_token_logps", old)
-        # Tokens that the engine could not score count as unchanged, as in TRL.
-        sampling = torch.where(sampling.isfinite(), sampling, old)
+        # A token that the engine could not score is no evidence of a distance, as in TRL.
+        sampling = torch.where(sampling.isfinite(), sampling, current)
         return (sampling if self.args.anchor_policy == "sampling" else old), sampling
 
     def _filtered(
