@@ -257,6 +257,7 @@ LOGGED = [
     ("completions/mean_length", 1.0, "the trainer logs"),
     ("completions/max_terminated_length", 1.0, "the trainer logs"),
     ("rewards/watching/mean", 1.0, "the trainer logs"),
+    ("rewards/another/std", 1.0, "the trainer logs"),
     ("dro/kl_k2", 1.0, "the trainer logs"),
     (5, 1.0, "the trainer logs"),
     ("accuracy", None, r"log_metric\('accuracy', None\): the value must be one number"),

@@ -46,7 +46,7 @@ COMPLETION_COLUMN = "_dataset_completion"
 _RESERVED_METRICS = re.compile(
     r"loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|total_flos|runtime|(samples|steps)_per_second"
     r"|train_(loss|runtime|samples_per_second|steps_per_second)|reward|reward_std|frac_reward_zero_std|kl|entropy"
-    r"|entropy_coef|aux_loss|policy_loss|completions/((mean|min|max)(_terminated)?_length|clipped_ratio)"
+    r"|rewards/.+/(mean|std)|entropy_coef|aux_loss|policy_loss|completions/((mean|min|max)(_terminated)?_length|clipped_ratio)"
     r"|completions/(mean|min|max)_terminated_length|tools/(call|failure)_frequency"
     r"|sampling/(sampling_logp_difference|importance_sampling_ratio)/\w+"
     r"|clip_ratio/(low|high|region|dual)_(mean|min|max)|(dro|rollout_corr)/.*"
@@ -486,7 +486,7 @@ class _RewardCall:
 
     def _log_metric(self, name: str, value: float) -> None:
         call = f"{self.where} called log_metric({name!r}, {_short(value)})"
-        if not isinstance(name, str) or _RESERVED_METRICS.fullmatch(name) or name in self._own_metrics:
+        if not isinstance(name, str) or _RESERVED_METRICS.fullmatch(name):
             raise _BadLog(
                 f"{call}: the trainer logs a metric of this name, yours would be mixed with it. Write "
                 f"`log_metric('my_{name}', value)`."
@@ -495,10 +495,6 @@ class _RewardCall:
         if not isinstance(number, (int, float)):
             raise _BadLog(f"{call}: the value must be one number. Write `log_metric({name!r}, float(value))`.")
         self._metric_logger(name, float(number))
-
-    @property
-    def _own_metrics(self) -> tuple[str, str]:
-        return f"rewards/{self.name}/mean", f"rewards/{self.name}/std"
 
     def _log_extra(self, column: str, values: list) -> None:
         call = f"{self.where} called log_extra({column!r}, {_short(values)})"
