@@ -305,7 +305,7 @@ def test_baselines_hold_in_evaluation(make_config):
 def test_beta_follows_the_distance(make_config):
     betas = {}
     for target in (1e-6, 10.0):
-        trainer = make_trainer(make_config(dro_target_kl=target, max_steps=12))
+        trainer = make_trainer(make_config(dro_target_kl=target, max_steps=12, num_iterations=4))
         trainer.train()
         logged = [log["dro/beta"] for log in trainer.state.log_history if "dro/beta" in log]
         assert logged[0] == 0.5
@@ -315,7 +315,8 @@ def test_beta_follows_the_distance(make_config):
 
 
 def test_beta_goes_on_from_a_checkpoint(make_config, tmp_path):
-    settings = {"dro_target_kl": 1e-4, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    settings = {"dro_target_kl": 1e-4, "num_iterations": 4, "max_steps": 8}
+    settings |= {"save_strategy": "steps", "save_steps": 4}
     whole = make_trainer(make_config(**settings))
     whole.train()
     saved = json.loads(Path(tmp_path, "run", "checkpoint-4", "trainer_state.json").read_text())
@@ -331,10 +332,10 @@ def test_beta_goes_on_from_a_checkpoint(make_config, tmp_path):
 
 
 def test_a_resumed_run_may_have_another_target(make_config, tmp_path):
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings = {"num_iterations": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     make_trainer(make_config(dro_target_kl=1e-4, **settings)).train()
     resumed = make_trainer(make_config(dro_target_kl=10.0, **settings))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
     assert resumed._adaptive_beta.target_kl == 10.0
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import warnings
 
 import pytest
 from trl import GRPOConfig
@@ -164,6 +165,15 @@ def test_sampling_that_biases_the_log_probs_draws_a_warning(settings, bias):
     ((name, value),) = bias.items()
     with pytest.warns(UserWarning, match=f"{name}={value} changes the distribution that is sampled from"):
         config(**settings, **bias)
+
+
+def test_a_target_that_beta_can_hardly_reach_draws_a_warning():
+    with pytest.warns(UserWarning, match=r"dro_target_kl=0\.01 with 2 optimizer steps on each generated batch"):
+        config(dro_target_kl=0.01)
+    config(dro_target_kl=0.01, num_iterations=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(dro_target_kl=0.01, anchor_policy="reference")
 
 
 @pytest.mark.filterwarnings("ignore:Moved from generation_kwargs")

@@ -577,6 +577,15 @@ class DROConfig(GRPOConfig):
                 "(3) anchor_policy='sampling' with an engine that reports log-probs.",
                 stacklevel=4,
             )
+        if self.dro_target_kl is not None and self.anchor_policy != "reference":
+            steps = self.batch_plan().windows_per_generation
+            if steps < 3:
+                warnings.warn(
+                    f"dro_target_kl={self.dro_target_kl!r} with {steps:g} optimizer steps on each generated batch: the "
+                    "first one is at the anchor, and how far it goes does not depend on dro_beta, so there is "
+                    "hardly anything to adapt. Write `num_iterations=4` or more.",
+                    stacklevel=4,
+                )
         recommended = getattr(objective, "recommended_loss_agg_mode", None)
         if recommended and self.loss_agg_mode == "token-mean":
             warnings.warn(
