@@ -581,8 +581,8 @@ class DROConfig(GRPOConfig):
             steps = self.batch_plan().windows_per_generation
             if steps < 3:
                 warnings.warn(
-                    f"dro_target_kl={self.dro_target_kl!r} with {steps:g} optimizer steps on each generated batch: the "
-                    "first one is at the anchor, and how far it goes does not depend on dro_beta, so there is "
+                    f"dro_target_kl={self.dro_target_kl!r} with {steps:g} optimizer steps on each generated batch: "
+                    "the first one is at the anchor, and how far it goes does not depend on dro_beta, so there is "
                     "hardly anything to adapt. Write `num_iterations=4` or more.",
                     stacklevel=4,
                 )
