@@ -62,6 +62,12 @@ EVALUATION = [
         {"a": prompts(2), "b": prompts(2)},
         "metric_for_best_model='reward' is refused: .*Write `metric_for_best_model='eval_a_reward'`",
     ),
+    (
+        {"save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "reward"},
+        {"a": prompts(2)},
+        "metric_for_best_model='reward' is refused",
+    ),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {"a": prompts(2)}, "metric_for_best_model='loss' is refused"),
 ]
 
 

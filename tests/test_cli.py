@@ -297,6 +297,12 @@ def test_a_reader_that_leaves_early_gets_no_traceback(config):
             "task_seed=1 is refused: without task nothing reads it. Write `task='spell_backward'` instead.",
         ),
         ({"lora_r": 8}, "lora_r=8 is refused: without use_peft nothing reads it. Write `use_peft=True` instead."),
+        (
+            {**NO_TASK, **OF_HUB, "dataset_name": None, "datasets": [{"path": "json"}], "do_eval": True},
+            "do_eval=True is refused: `datasets` are mixed into one training split",
+        ),
+        ({"task_eval_size": 0, "eval_on_start": True}, "eval_on_start=True is refused: there are no held-out rows"),
+        ({**NO_TASK, **OF_HUB, "dataset_streaming": True, "max_steps": -1}, "max_steps=-1 is refused: of a stream"),
         ({"do_predict": True}, "do_predict=True is refused: this command trains and evaluates only"),
     ],
 )

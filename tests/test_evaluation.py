@@ -345,7 +345,7 @@ def test_names_of_evaluations_may_hold_a_slash(build, tmp_path, capsys):
     trainer = build(DROTrainer, eval_dataset={"openai/gsm8k": prompts(2)}, settings=settings)
     trainer.train()
     names = {path.name for path in (tmp_path / "run" / "completions").iterdir()}
-    assert names == {"completions_00001.parquet", "eval_openai_gsm8k_00001.parquet"}
+    assert names == {"completions_00001.parquet", "eval_openai%2Fgsm8k_00001.parquet"}
 
 
 @pytest.mark.parametrize("source", [random.random, numpy.random.rand], ids=["random", "numpy"])

@@ -98,7 +98,7 @@ def test_a_value_in_the_file_gets_the_type_of_its_field(parse, yaml, name, value
 
 @pytest.mark.parametrize(("word", "meant"), [("no", "false"), ("Off", "false"), ("yes", "true"), ("ON", "true")])
 def test_a_bare_word_that_other_tools_read_as_a_bool_is_refused_where_no_type_decides(parse, word, meant):
-    for yaml in (f"settings: {{a: {word}}}", f"settings: {{a: {{b: [1, {word}]}}}}"):
+    for yaml in (f"settings: {{a: {word}}}", f"settings: {{a: {{b: [1, {word}]}}}}", f"settings: {{{word}: 1}}"):
         with pytest.raises(ValueError, match=f"`{word}` is ambiguous here. Write {meant}, or quote it: '{word}'"):
             parse(yaml=yaml)
     assert parse(yaml=f"settings: {{a: '{word}'}}").settings == {"a": word}

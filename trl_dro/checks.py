@@ -198,9 +198,10 @@ def _check_eval_type(eval_dataset: Any) -> None:
 
 def _check_best_metric(args: DROConfig, eval_dataset: Any) -> None:
     """Of several held-out datasets, one has to be named."""
-    if not (args.load_best_model_at_end and isinstance(eval_dataset, dict)):
+    read = args.metric_for_best_model is not None or args.lr_scheduler_type == "reduce_lr_on_plateau"
+    if not (read and isinstance(eval_dataset, dict) and args.eval_strategy != "no"):
         return
-    metric = str(args.metric_for_best_model).removeprefix("eval_")
+    metric = str(args.metric_for_best_model or "loss").removeprefix("eval_")
     if not any(metric.startswith(f"{name}_") for name in eval_dataset):
         names = [f"eval_{name}_reward" for name in eval_dataset]
         allowed = f"each of several datasets has its own: {', '.join(names)}, ..."

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 import numpy
 import torch
-from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import PredictionOutput
@@ -189,7 +189,7 @@ class EvaluatingTrainer(GRPOTrainer):
     ) -> PredictionOutput:
         """As in transformers: `predictions` stay None, `metrics` hold the loss, the rewards and the rest."""
         self.args.check_evaluation_batch()
-        if not isinstance(test_dataset, (Dataset, IterableDataset)):
+        if test_dataset is None or isinstance(test_dataset, (dict, str)):
             raise ValueError(
                 f"test_dataset is a {type(test_dataset).__name__}, it must be a Dataset or an IterableDataset. Call "
                 "predict() for each, or write `Dataset.from_list([{'prompt': ...}, ...])`."
@@ -273,7 +273,7 @@ class EvaluatingTrainer(GRPOTrainer):
             table.rename(aside)
         try:
             yield
-            name = self._evaluation.prefix.replace("/", "_")
+            name = quote(self._evaluation.prefix, safe="")  # may hold a slash
             table.rename(table.with_name(table.name.replace("completions_", f"{name}_")))
         finally:
             if aside.exists():

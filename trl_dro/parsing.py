@@ -179,7 +179,8 @@ def _refuse_ambiguous(value: Any) -> None:
     if isinstance(value, _Bare):
         meant = str(value).lower() in ("yes", "on")
         raise _ExplainedError(f"`{value}` is ambiguous here. Write {str(meant).lower()}, or quote it: '{value}'.")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
         _refuse_ambiguous(item)
 
 

@@ -169,9 +169,12 @@ def _check_data(script: DROScriptArguments, config: DROConfig, model: ModelConfi
     _refuse_idle(script, config, model)
     if script.task:
         _check_task_size(script, config)
-    elif config.eval_strategy != "no" and data.datasets and data.test_split_size is None:
+    elif config.evaluates and data.datasets and data.test_split_size is None:
         allowed = "`datasets` are mixed into one training split, nothing is held out"
-        raise refusal("eval_strategy", IntervalStrategy(config.eval_strategy).value, allowed, "test_split_size=0.1")
+        name, value, _ = _asked_evaluation(config)
+        raise refusal(name, value, allowed, "test_split_size=0.1")
+    if script.dataset_streaming and not script.task and config.max_steps < 1:
+        raise refusal("max_steps", config.max_steps, "of a stream nobody knows the length", "max_steps=1000")
     if config.anchor_policy == "sampling" and not config.use_vllm:
         allowed = "it needs an engine that reports log-probs, which is vLLM here"
         raise refusal("anchor_policy", "sampling", allowed, "use_vllm=True")
@@ -194,6 +197,7 @@ _OF_PEFT = (
     "lora_target_modules",
     "lora_target_parameters",
     "lora_modules_to_save",
+    "lora_task_type",
     "use_rslora",
     "use_dora",
 )
@@ -224,9 +228,18 @@ def _check_task_size(script: DROScriptArguments, config: DROConfig) -> None:
         raise ValueError(f"task_train_size={script.task_train_size} is refused: {error}") from error
     if script.task_eval_size:
         config.check_evaluation_batch()
-    elif config.eval_strategy != "no":
+    elif config.evaluates:
         allowed = "there are no held-out rows, task_eval_size is 0"
-        raise refusal("eval_strategy", IntervalStrategy(config.eval_strategy).value, allowed, "task_eval_size=64")
+        name, value, _ = _asked_evaluation(config)
+        raise refusal(name, value, allowed, "task_eval_size=64")
+
+
+def _asked_evaluation(config: DROConfig) -> tuple[str, Any, str]:
+    """The option that asks for an evaluation, its value, and how to write it off."""
+    if config.eval_strategy != "no":
+        return "eval_strategy", IntervalStrategy(config.eval_strategy).value, "eval_strategy='no'"
+    name = "eval_on_start" if config.eval_on_start else "do_eval"
+    return name, True, f"{name}=False"
 
 
 def check_output_dir(config: DROConfig) -> None:
@@ -406,8 +419,9 @@ def _prepare(
             dataset = get_dataset(data)
         else:
             dataset = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-        held_out = _split(dataset, "dataset_test_split", script) if config.evaluates else None
-        return _split(dataset, "dataset_train_split", script), held_out, None, name
+        off = _asked_evaluation(config)[2]
+        held_out = _split(dataset, "dataset_test_split", script, off) if config.evaluates else None
+        return _split(dataset, "dataset_train_split", script, off), held_out, None, name
 
     tiny = name in TINY_MODELS
     processor = None
@@ -435,12 +449,13 @@ def _prepare(
     return train_dataset, eval_dataset, AutoTokenizer.from_pretrained(path), path
 
 
-def _split(dataset: Any, field: str, script: DROScriptArguments) -> Any:
+def _split(dataset: Any, field: str, script: DROScriptArguments, off: str) -> Any:
+    """A split by the name that a field gives; `off` is what to write if there is none to evaluate on."""
     name = getattr(script, field)
     if name not in dataset:
         nearest = nearest_first(name, list(dataset))
         others = [split for split in nearest if field != "dataset_test_split" or split != script.dataset_train_split]
-        instead = f"{field}={others[0]!r}" if others else "eval_strategy='no'"
+        instead = f"{field}={others[0]!r}" if others else off
         raise refusal(field, name, f"the dataset has the splits {', '.join(nearest)}", instead)
     return dataset[name]
 
