@@ -213,7 +213,7 @@ POISON = {
 @pytest.mark.parametrize("poison", POISON)
 def test_a_poisoned_engine_leaves_the_weights_finite(make_config, poison, settings):
     trainer = make_trainer(make_config(**settings), rollout_func=engine(poison=POISON[poison]))
-    if poison in ("inf", "-inf", "1e4"):
+    if poison in ("inf", "1e4"):
         with pytest.warns(UserWarning, match="no log-prob"):
             trainer.train()
     else:

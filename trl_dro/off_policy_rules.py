@@ -104,7 +104,7 @@ def _apply_preset(config: Any) -> None:
         instead = "anchor_policy='sampling'"
         raise refusal("rollout_correction_preset", preset, allowed, instead)
     defaults = field_defaults(type(config))
-    for name in (*CORRECTION_FIELDS, "anchor_policy"):
+    for name in (*CORRECTION_FIELDS, *(("anchor_policy",) if "anchor_policy" in fields else ())):
         given, of_preset = getattr(config, name), fields.get(name, defaults[name])
         if given not in (defaults[name], of_preset):
             written = {**fields, name: given}

@@ -124,14 +124,15 @@ def check_completions(source: str, rows: int, completion_ids: Any, logprobs: Any
                     f"{source} returned logprobs with {value!r} in row {row}, a log-prob is at most 0. Of "
                     "probabilities take the logarithm: `math.log(p)`."
                 )
-        broken = [value for value in values if value is not None and (math.isinf(value) or value > 1.0)]
-        if broken:
+        broken = {value for value in values if value is not None and (math.isinf(value) or value > 1.0)}
+        wrong = broken - {-math.inf}  # that one is how some engines say that they have none
+        if wrong:
             warnings.warn(
-                f"{source} returned {broken[0]!r} in row {row}, which is no log-prob: such tokens count as if it had "
+                f"{source} returned {min(wrong)!r} in row {row}, which is no log-prob: such tokens count as if it had "
                 "reported none, see the metric rollout_corr/unscored_fraction.",
                 stacklevel=2,
             )
-            values = [None if value in broken else value for value in values]
+        values = [None if value in broken else value for value in values]
         checked.append(values)
     return checked
 
