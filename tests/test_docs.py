@@ -10,8 +10,11 @@ import yaml
 from datasets import Dataset
 
 from trl_dro import DROConfig, DROTrainer, get_policy_loss, list_policy_losses
+from trl_dro.advantages import BASELINES
+from trl_dro.off_policy_rules import CORRECTION_FIELDS
 from trl_dro.parsing import DROParser
 from trl_dro.policy_loss import policy_loss_aliases, policy_loss_parameters, resolve_policy_loss
+from trl_dro.rollout_correction import PRESETS
 
 from .tiny import length_reward, tiny_model, tiny_tokenizer
 
@@ -32,7 +35,7 @@ def test_links_inside_the_repository_lead_to_a_file(page):
 
 
 def test_the_readmes_script_trains_with_its_model_and_data_swapped(tmp_path, monkeypatch):
-    (script,) = blocks(ROOT / "README.md", "python")
+    script, _ = blocks(ROOT / "README.md", "python")
     assert len(script.strip().splitlines()) <= 15
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -49,6 +52,22 @@ def test_the_readmes_script_trains_with_its_model_and_data_swapped(tmp_path, mon
         exec(compile(script, "README.md", "exec"), names)
     assert names["trainer"].state.global_step == 4
     assert names["trainer"].args.dro_beta == 0.5
+
+
+def test_the_readmes_off_policy_settings_are_a_valid_configuration():
+    _, settings = blocks(ROOT / "README.md", "python")
+    config = eval(settings.replace("DROConfig(", "DROConfig(use_cpu=True, bf16=False, report_to='none', "))
+    assert config.build_rollout_correction().level == "token"
+
+
+def test_the_off_policy_page_names_every_preset_and_option():
+    page = (ROOT / "docs" / "off_policy.md").read_text()
+    for name in (*PRESETS, *CORRECTION_FIELDS, *BASELINES, "dro_target_kl", "dro_huber_delta"):
+        assert f"`{name}`" in page or f"`{name}=" in page, name
+    for value, beta in re.findall(
+        r"^\| (?:Tinker|ROLL|prime-rl)[^|]*\| ([\d.]+)[^|]*\| token \| `dro_beta=([\d.]+)`", page, re.M
+    ):
+        assert float(beta) in (float(value), 2 * float(value))
 
 
 def test_the_extending_page_trains_with_its_objective(tmp_path, monkeypatch, make_config):

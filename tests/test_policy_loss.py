@@ -348,6 +348,7 @@ def test_the_parameter_table_shows_types_and_defaults():
     assert policy_loss_parameters(DRO) == [
         ("beta", "float", "required"),
         ("level", "Literal['token', 'sequence']", "token"),
+        ("huber_delta", "float | None", None),
     ]
     assert policy_loss_parameters(PPOClip) == [
         ("epsilon_low", "float", 0.2),
@@ -376,8 +377,11 @@ def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
 
 
-def test_objectives_load_neither_trl_nor_transformers_nor_accelerate():
-    code = "import sys, trl_dro.objectives; print(sorted({'trl', 'transformers', 'accelerate'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    "module", ["objectives", "aggregation", "rollout_correction", "advantages", "masking", "windows"]
+)
+def test_functions_of_tensors_load_neither_trl_nor_transformers_nor_accelerate(module):
+    code = f"import sys, trl_dro.{module}; print(sorted({{'trl', 'transformers', 'accelerate'}} & set(sys.modules)))"
     assert run_python(code).strip() == "[]"
 
 

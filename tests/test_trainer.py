@@ -33,7 +33,8 @@ def largest_difference(first: dict, second: dict) -> float:
 def scripted_rollout(prompts, trainer) -> dict:
     """Completions that depend only on the prompt and the place in its group, of ragged lengths."""
     ids, logprobs = [], []
-    for index, prompt in enumerate(prompts):
+    first = trainer.accelerator.process_index * len(prompts)
+    for index, prompt in enumerate(prompts, first):
         place = index % trainer.num_generations
         length = 1 + (sum(map(ord, prompt)) + 3 * place) % 6
         ids.append([4 + (ord(prompt[0]) + 5 * place + token) % 26 for token in range(length)])

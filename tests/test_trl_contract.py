@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from .tiny import length_reward, prompts, tiny_model, tiny_tokenizer
 
 
 PACKAGE = Path(trl_dro.__file__).parent
-TRAINERS = ("evaluation.py", "trainer.py")
+TRAINERS = ("evaluation.py", "generation.py", "trainer.py")
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,10 @@ def test_trl_decides_what_to_score_from_the_attributes_that_are_set_for_it():
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     assert "self.args.gradient_accumulation_steps % generate_every != 0" in source
     assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
+    # set otherwise for the length of the call, so nothing else in it may read them
+    for name in (r"args\.gradient_accumulation_steps", r"args\.steps_per_generation"):
+        assert len(re.findall(rf"self\.{name}\b", source)) == 1
+        assert not re.search(name, inspect.getsource(GRPOTrainer._generate))
     assert "if self.beta != 0.0:" in source
     constructor = inspect.getsource(GRPOTrainer.__init__)
     assert "self.beta = args.beta" in constructor

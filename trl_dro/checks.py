@@ -49,7 +49,7 @@ _RESERVED_METRICS = re.compile(
     r"|rewards/.+/(mean|std)|entropy_coef|aux_loss|policy_loss|completions/((mean|min|max)(_terminated)?_length|clipped_ratio)"
     r"|completions/(mean|min|max)_terminated_length|tools/(call|failure)_frequency"
     r"|sampling/(sampling_logp_difference|importance_sampling_ratio)/\w+"
-    r"|clip_ratio/(low|high|region|dual)_(mean|min|max)|dro/.*"
+    r"|clip_ratio/(low|high|region|dual)_(mean|min|max)|(dro|rollout_corr)/.*"
 )
 
 # Trackers that transformers leaves out of its list of those installed, always or sometimes.
@@ -82,9 +82,13 @@ def check_args(args: Any, *, has_rollout_func: bool) -> DROConfig:
             f"args is a {type(args).__name__}, DROTrainer takes a DROConfig. Write "
             "`args=DROConfig.from_grpo_config(args, dro_beta=0.5)`."
         )
-    if args.anchor_policy == "sampling" and not args.use_vllm and not has_rollout_func:
+    if not args.use_vllm and not has_rollout_func:
         allowed = "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
-        raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
+        if args.anchor_policy == "sampling":
+            raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
+        for name in ("rollout_is", "rollout_rs"):
+            if getattr(args, name) is not None:
+                raise refusal(name, getattr(args, name), allowed, f"{name}=None")
     trackers = cast(list[str], args.report_to)  # resolved by transformers
     for name in trackers:
         if name not in (*get_available_reporting_integrations(), *_UNLISTED_TRACKERS):

@@ -17,6 +17,7 @@ from . import __version__
 
 if TYPE_CHECKING:
     from .config import DROConfig
+    from .rollout_correction import RolloutCorrection
 
 # What a shell reports for a command that ended like this.
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
@@ -161,9 +162,14 @@ def plan_lines(config: "DROConfig", model: str) -> list[str]:
     if config.is_dro:
         alive = "alive" if plan.penalty_alive else "dead: the log-ratio is always 0, this is REINFORCE"
         rows.append(("penalty", alive))
+    correction = config.build_rollout_correction()
+    if correction is not None:
+        rows.append(("correction", "; ".join(_correction(correction))))
+    if config.advantage_baseline != "mean":
+        rows.append(("baseline", _baseline(config, objective)))
     width = max(len(label) for label, _ in rows)
     lines = [f"{label:<{width}}  {text}" for label, text in rows]
-    return [*lines, "", *_resting_points(objective)] if config.is_dro else lines
+    return [*lines, "", *_resting_points(objective), *_about_beta(config, objective)] if config.is_dro else lines
 
 
 def _count(number: int, one: str, many: str = "") -> str:
@@ -180,8 +186,47 @@ def _resting_points(objective: Any) -> list[str]:
     for advantage in (0.5, 1.0, 2.0):
         rest = advantage / objective.beta
         ratio = f"{math.exp(rest):.4g}" if rest < 50 else "> 1e21"
+        if objective.huber_delta is not None and rest > objective.huber_delta:
+            rest, ratio = math.inf, "without bound: beyond dro_huber_delta the pull no longer grows"
         lines.append(f"  {advantage:<5g}  {rest:<8.4g}  {ratio}")
     return lines
+
+
+def _about_beta(config: "DROConfig", objective: Any) -> list[str]:
+    """What beta would be at the other level, and what it is adapted to."""
+    lines = []
+    length = config.max_completion_length
+    if length is not None:
+        token = objective.level == "token"
+        other = objective.beta / length if token else objective.beta * length
+        lines.append(
+            f"about the same at dro_level='{'sequence' if token else 'token'}': dro_beta = "
+            f"{objective.beta:g} {'/' if token else '*'} length, {other:.3g} for completions of {length} tokens"
+        )
+    if config.dro_target_kl is not None:
+        lines.append(f"dro_beta is adapted from there to a mean l^2 / 2 of {config.dro_target_kl:g}")
+    return lines
+
+
+def _correction(correction: "RolloutCorrection") -> Iterator[str]:
+    if correction.level is not None:
+        low, high = correction.threshold_lower, correction.threshold
+        bounds = f"cut to {high:g}" if low is None else f"zero outside [{low:g}, {high:g}]"
+        yield f"{correction.level} weights, {bounds}{', normalised' * correction.batch_normalize}"
+    for one in correction.rejections:
+        low, high = one.threshold_lower, one.threshold
+        yield f"rejects {one.statistic} " + (
+            f"above {high:g}" if low is None else f"outside ratios [{low:g}, {high:g}]"
+        )
+
+
+def _baseline(config: "DROConfig", objective: Any) -> str:
+    if config.advantage_baseline != "soft":
+        return config.advantage_baseline
+    if config.advantage_baseline_temperature is not None:
+        return f"soft, temperature {config.advantage_baseline_temperature:g}"
+    per_token = " / mean completion length" if objective.level == "token" else ""
+    return f"soft, temperature dro_beta{per_token}"
 
 
 def losses(argv: list[str]) -> int:

@@ -38,7 +38,15 @@ from .config_rules import (
     number_from_text,
     refusal,
 )
+from .off_policy_rules import (
+    build_correction,
+    check_adaptive_beta,
+    check_baseline,
+    corrects_rollouts,
+    resolve_correction,
+)
 from .policy_loss import PolicyLoss, canonical_name, get_policy_loss, resolve_policy_loss
+from .rollout_correction import RolloutCorrection
 from .windows import BatchPlan
 
 
@@ -73,11 +81,42 @@ class DROConfig(GRPOConfig):
         anchor_policy (`str`, *optional*, defaults to `"old"`):
             Which policy the log-ratio is taken to: `"old"` (at generation time, scored by the trainer), `"sampling"`
             (log-probs reported by the inference engine), `"reference"` (the frozen reference model; `dro` only).
+        dro_target_kl (`float`, *optional*):
+            Distance to the anchor that `dro_beta` is adapted to, from its given value on: the k2 estimate of the KL,
+            `l^2 / 2` per token, at sequence level that of the summed log-ratio. See [`~trl_dro.beta_control`].
+        dro_huber_delta (`float`, *optional*):
+            Log-ratio beyond which the penalty is linear instead of quadratic, so that its pull stays at
+            `dro_beta * dro_huber_delta`. Advantages larger than that have no point of rest.
+        rollout_is (`str`, *optional*):
+            Importance weights for tokens that the inference engine sampled with other log-probs than the trainer's
+            (verl's rollout correction): `"token"` or `"sequence"`. Needs an engine that reports log-probs.
+        rollout_is_threshold (`float`, *optional*, defaults to 2.0):
+            Larger weights are cut to it.
+        rollout_is_threshold_lower (`float`, *optional*):
+            Given, weights outside of both bounds become 0 instead.
+        rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
+            Whether to divide the weights by their mean over the generated batch of all processes.
+        rollout_rs (`list[str]`, *optional*):
+            Statistics by which tokens or completions are left out, see
+            [`~trl_dro.rollout_correction.rejection_mask`].
+        rollout_rs_threshold (`list[float]`, *optional*):
+            Largest value allowed, one for each statistic.
+        rollout_rs_threshold_lower (`list[float]`, *optional*):
+            Smallest ratio allowed, one for each k1 statistic.
+        rollout_correction_preset (`str`, *optional*):
+            One of verl's presets, such as `"decoupled_token_is"`, in place of the `rollout_*` options.
+        advantage_baseline (`str`, *optional*, defaults to `"mean"`):
+            What rewards are compared with: the mean of the group (`"mean"`, TRL's), of its other completions
+            (`"leave-one-out"`), or its soft value (`"soft"`), see [`~trl_dro.advantages.group_advantages`].
+        advantage_baseline_temperature (`float`, *optional*):
+            Temperature of `"soft"`, in units of reward. Defaults to what `dro_beta` is at sequence level: `dro_beta`
+            divided, at token level, by the mean length of the completions.
         scale_rewards (`str` or `bool`, *optional*, defaults to `"none"`):
             As in TRL, whose default is `"group"`. Dividing by each group's standard deviation would give every prompt
             an effective `dro_beta` of its own.
         vllm_importance_sampling_correction (`bool`, *optional*):
-            As in TRL; unset, it is off with `anchor_policy="sampling"` and on otherwise.
+            As in TRL; unset, it is off with `anchor_policy="sampling"` and where rollouts are corrected by the options
+            above, and on otherwise.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "policy_loss_kwargs"]
@@ -121,6 +160,56 @@ class DROConfig(GRPOConfig):
         },
     )
 
+    dro_target_kl: float | None = field(
+        default=None,
+        metadata={
+            "help": "Distance to the anchor, as k2 estimate of the KL, that dro_beta is adapted to while training."
+        },
+    )
+    dro_huber_delta: float | None = field(
+        default=None,
+        metadata={"help": "Log-ratio beyond which DRO's penalty grows linearly instead of quadratically."},
+    )
+    rollout_is: str | None = field(
+        default=None,
+        metadata={
+            "help": "Importance weights for the mismatch between the engine's and the trainer's log-probs: `token` or "
+            "`sequence`."
+        },
+    )
+    rollout_is_threshold: float = field(default=2.0, metadata={"help": "Largest importance weight of `rollout_is`."})
+    rollout_is_threshold_lower: float | None = field(
+        default=None,
+        metadata={"help": "Given, importance weights outside of both thresholds are zeroed instead of truncated."},
+    )
+    rollout_is_batch_normalize: bool = field(
+        default=False, metadata={"help": "Whether to normalise the importance weights to mean 1 over the batch."}
+    )
+    rollout_rs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Statistics of the mismatch that reject tokens or completions, such as `token_k1` or "
+            "`seq_mean_k3`."
+        },
+    )
+    rollout_rs_threshold: list[float] | None = field(
+        default=None, metadata={"help": "Largest value allowed, one for each statistic of `rollout_rs`."}
+    )
+    rollout_rs_threshold_lower: list[float] | None = field(
+        default=None, metadata={"help": "Smallest ratio allowed, one for each k1 statistic of `rollout_rs`."}
+    )
+    rollout_correction_preset: str | None = field(
+        default=None, metadata={"help": "verl's rollout correction preset, such as `decoupled_token_is`."}
+    )
+    advantage_baseline: str = field(
+        default="mean",
+        metadata={"help": "What rewards are compared with in their group: `mean`, `leave-one-out` or `soft`."},
+    )
+    advantage_baseline_temperature: float | None = field(
+        default=None,
+        metadata={"help": "Temperature of `advantage_baseline='soft'`. Defaults to dro_beta at sequence level."},
+    )
+
     # Defaults that differ from GRPOConfig's
     scale_rewards: str = field(
         default="none",
@@ -151,6 +240,8 @@ class DROConfig(GRPOConfig):
         check_accelerator_names(self.accelerator_config)
         check_reward_weights(self.reward_weights)
         self.build_policy_loss()
+        resolve_correction(self)
+        check_baseline(self)
         self._check_objective()
         self._check_sampling()
         self._check_reference()
@@ -158,7 +249,9 @@ class DROConfig(GRPOConfig):
         self._check_unsupported()
         self._resolve_batch_geometry()
         if self.vllm_importance_sampling_correction is None:
-            self.vllm_importance_sampling_correction = self.anchor_policy != "sampling"
+            self.vllm_importance_sampling_correction = not (
+                self.anchor_policy == "sampling" or corrects_rollouts(self)
+            )
         if self.activation_checkpointing and not self.gradient_checkpointing:
             allowed = "activation_checkpointing=True, its new name, says otherwise"
             raise refusal("gradient_checkpointing", False, allowed, "activation_checkpointing=False")
@@ -171,6 +264,7 @@ class DROConfig(GRPOConfig):
             self.metric_for_best_model = "reward"  # transformers' default, the loss, says nothing in RL
         derived = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(self, name) is None]
         super().__post_init__()
+        check_adaptive_beta(self)
         check_accelerator(cast(AcceleratorConfig, self.accelerator_config))
         check_scheduler_names(self)
         for name in derived:
@@ -206,6 +300,7 @@ class DROConfig(GRPOConfig):
             for name, value, given in (
                 ("beta", self.dro_beta, self.dro_beta is not None),
                 ("level", self.dro_level, self.dro_level != "token"),
+                ("huber_delta", self.dro_huber_delta, self.dro_huber_delta is not None),
             ):
                 if given and name in params:
                     both = f"dro_{name}={value!r} and policy_loss_kwargs={{{name!r}: {params[name]!r}}}"
@@ -221,6 +316,10 @@ class DROConfig(GRPOConfig):
             if self.policy_loss_kwargs:
                 raise ValueError(f"policy_loss_kwargs={self.policy_loss_kwargs!r}: {error}") from error
             raise
+
+    def build_rollout_correction(self) -> RolloutCorrection | None:
+        """The configured correction of rollouts, None without one."""
+        return build_correction(self)
 
     def batch_plan(self) -> BatchPlan:
         """The resolved batch geometry."""
@@ -280,12 +379,11 @@ class DROConfig(GRPOConfig):
 
     def _check_objective(self) -> None:
         if not self.is_dro:
-            if self.dro_beta is not None:
-                allowed = f"it belongs to policy_loss='dro', not {self.policy_loss!r}"
-                raise refusal("dro_beta", self.dro_beta, allowed, "dro_beta=None")
-            if self.dro_level != "token":
-                allowed = f"it belongs to policy_loss='dro', not {self.policy_loss!r}"
-                raise refusal("dro_level", self.dro_level, allowed, "dro_level='token'")
+            for name in ("dro_beta", "dro_level", "dro_target_kl", "dro_huber_delta"):
+                default = field_defaults(DROConfig)[name]
+                if getattr(self, name) != default:
+                    allowed = f"it belongs to policy_loss='dro', not {self.policy_loss!r}"
+                    raise refusal(name, getattr(self, name), allowed, f"{name}={default!r}")
             if self.anchor_policy == "reference":
                 allowed = (
                     f"only policy_loss='dro' can be anchored to the reference model, {self.policy_loss!r} needs the "
@@ -479,6 +577,15 @@ class DROConfig(GRPOConfig):
                 "(3) anchor_policy='sampling' with an engine that reports log-probs.",
                 stacklevel=4,
             )
+        if self.dro_target_kl is not None and self.anchor_policy != "reference":
+            steps = self.batch_plan().windows_per_generation
+            if steps < 3:
+                warnings.warn(
+                    f"dro_target_kl={self.dro_target_kl!r} with {steps:g} optimizer steps on each generated batch: "
+                    "the first one is at the anchor, and how far it goes does not depend on dro_beta, so there is "
+                    "hardly anything to adapt. Write `num_iterations=4` or more.",
+                    stacklevel=4,
+                )
         recommended = getattr(objective, "recommended_loss_agg_mode", None)
         if recommended and self.loss_agg_mode == "token-mean":
             warnings.warn(
@@ -500,17 +607,19 @@ class DROConfig(GRPOConfig):
                 "policy has moved, and the objective acts on them. Write `neftune_noise_alpha=None`.",
                 stacklevel=4,
             )
-        if self.anchor_policy == "sampling":
+        corrected = self.build_rollout_correction() is not None
+        if self.anchor_policy == "sampling" or corrected:
             biased = [
                 f"{name}={getattr(self, name)!r}"
                 for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", None), ("repetition_penalty", 1.0))
                 if getattr(self, name) != neutral
             ]
             if biased:
+                effect = "rollouts are corrected for it" if corrected else "anchor_policy='sampling' anchors to them"
                 warnings.warn(
-                    f"{', '.join(biased)} changes the distribution that is sampled from, so the log-probs that "
-                    "anchor_policy='sampling' anchors to are not those of the policy. Leave them at their defaults, "
-                    "or write `anchor_policy='old'`.",
+                    f"{', '.join(biased)} changes the distribution that is sampled from, so the engine's log-probs "
+                    f"are not those of the policy, and {effect}. "
+                    "Leave them at their defaults" + ("." if corrected else ", or write `anchor_policy='old'`."),
                     stacklevel=4,
                 )
         self._warn_about_idle_options()

@@ -16,8 +16,10 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import trainer_log_levels
 
+from .advantages import BASELINES
 from .aggregation import LOSS_AGG_MODES
 from .policy_loss import nearest_first
+from .rollout_correction import LEVELS
 
 
 ANCHOR_POLICIES = ("old", "sampling", "reference")
@@ -128,6 +130,11 @@ NUMBERS: dict[str, Number] = {
     "repetition_penalty": _above(0, 1.0),
     "beta": _at_least(0, 0.0),
     "loss_scale_factor": _above(0, 256, optional=True),
+    "dro_target_kl": _above(0, 0.01, optional=True),
+    "dro_huber_delta": _above(0, 2.0, optional=True),
+    "rollout_is_threshold": _above(0, 2.0),
+    "rollout_is_threshold_lower": _above(0, 0.5, optional=True),
+    "advantage_baseline_temperature": _above(0, 0.1, optional=True),
     "ref_model_mixup_alpha": _within(0, 1, 0.6),
     "ref_model_sync_steps": _whole(1, 512),
     "router_aux_loss_coef": _at_least(0, 0.001, optional=True),
@@ -150,6 +157,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_agg_mode": LOSS_AGG_MODES,
     "anchor_policy": ANCHOR_POLICIES,
     "dro_level": DRO_LEVELS,
+    "rollout_is": (*LEVELS, None),
+    "advantage_baseline": BASELINES,
     "scale_rewards": ("none", "group", "batch", True, False),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_mode": ("colocate", "server"),

@@ -18,6 +18,7 @@ from transformers.trainer_utils import PredictionOutput
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
+from .advantages import total_rewards
 from .checks import check_columns
 from .config import DROConfig
 from .metrics import MetricAccumulator
@@ -68,8 +69,7 @@ class Evaluation:
         if not self.rows:
             return reduced
         rewards = torch.tensor([list(self.logs["rewards"][name]) for name in reward_names], dtype=torch.float32).T
-        total = (rewards * weights.to(rewards)).nansum(dim=1)
-        total[rewards.isnan().all(dim=1)] = math.nan
+        total = total_rewards(rewards, weights)
         exact = {"reward": torch.nanmean(total), "reward_std": nanstd(total)}
         for name, column in zip(reward_names, rewards.T, strict=True):
             exact |= {f"rewards/{name}/mean": torch.nanmean(column), f"rewards/{name}/std": nanstd(column)}

@@ -57,7 +57,8 @@ def grpo_fields(target: type, cfg: GRPOConfig, *, dro_beta: float | None, **over
 
     defaults = field_defaults(GRPOConfig)
     fields.update({name: defaults[name] for name in REPLACED})
-    if overrides.get("anchor_policy") == "sampling":
+    corrections = ("rollout_is", "rollout_rs", "rollout_correction_preset")
+    if overrides.get("anchor_policy") == "sampling" or any(overrides.get(name) for name in corrections):
         # In the source this is TRL's default rather than a wish.
         fields["vllm_importance_sampling_correction"] = None
     if "gradient_checkpointing" in overrides and "activation_checkpointing" not in overrides:

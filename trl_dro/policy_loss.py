@@ -190,7 +190,7 @@ _NOT_AN_OBJECTIVE = {
     "bypass_mode": (
         "it is not a loss but a way to wire one up. Pick the objective by its own name and write "
         '`anchor_policy="sampling"` to use the log-probs of the inference engine as the anchor, or keep the default '
-        "anchor with rollout correction, `vllm_importance_sampling_correction=True`."
+        'anchor with rollout correction, `rollout_is="token"` or `rollout_correction_preset`.'
     ),
     "vespo": (
         "its weight is a function of a sequence's whole importance weight, in which the mismatch of the inference "

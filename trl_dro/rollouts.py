@@ -99,10 +99,11 @@ def check_completions(source: str, rows: int, completion_ids: Any, logprobs: Any
         logprobs: the log-prob of each of these tokens, or None; None or NaN where there is none.
 
     Returns:
-        The log-probs as lists of one number (or None) for each token.
+        The log-probs as lists of one number (or None) for each token. What no log-prob or probability can be, infinite
+        or above 1, counts as none, with a warning.
 
     Raises:
-        ValueError: a completion or log-prob is missing or left over, or a log-prob is none.
+        ValueError: a completion or log-prob is missing or left over, or the log-probs look like probabilities.
     """
     _check_rows(source, "completion_ids", completion_ids, rows)
     if logprobs is None:
@@ -118,11 +119,20 @@ def check_completions(source: str, rows: int, completion_ids: Any, logprobs: Any
                     f"{source} returned logprobs with {value!r} in row {row}: each token has one number, the log-prob "
                     "of the token that was sampled (None where there is none)."
                 )
-            if value is not None and value > TOLERANCE:
+            if value is not None and TOLERANCE < value <= 1.0:
                 raise ValueError(
                     f"{source} returned logprobs with {value!r} in row {row}, a log-prob is at most 0. Of "
                     "probabilities take the logarithm: `math.log(p)`."
                 )
+        broken = {value for value in values if value is not None and (math.isinf(value) or value > 1.0)}
+        wrong = broken - {-math.inf}  # that one is how some engines say that they have none
+        if wrong:
+            warnings.warn(
+                f"{source} returned {min(wrong)!r} in row {row}, which is no log-prob: such tokens count as if it had "
+                "reported none, see the metric rollout_corr/unscored_fraction.",
+                stacklevel=2,
+            )
+        values = [None if value in broken else value for value in values]
         checked.append(values)
     return checked
 

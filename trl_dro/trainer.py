@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import GRPOTrainer
 
 from .aggregation import aggregate_loss
+from .beta_control import AdaptiveBeta
 from .checks import (
-    COMPLETION_COLUMN,
     check_args,
     check_data,
     check_tokenizer,
@@ -27,8 +28,7 @@ from .checks import (
     reward_names,
 )
 from .config import DROConfig
-from .config_rules import refusal
-from .evaluation import EvaluatingTrainer
+from .generation import GeneratingTrainer, trained_mask
 from .masking import masked_mean
 from .metrics import add_log_ratio_metrics
 from .models import (
@@ -38,11 +38,10 @@ from .models import (
     disable_functional_dropout,
     is_adapter_model,
     warn_of_model_sampling,
-    without_model_sampling,
 )
 from .objectives import DRO
 from .policy_loss import PolicyLossInputs, PolicyLossOutput, apply_correction_weights
-from .rollouts import ResumableSampler, check_completions, check_prompt_ids, checked_rollouts, fill_empty, shortened
+from .rollouts import checked_rollouts
 from .steering import temporarily
 from .windows import block_and_slot, trained_counts
 
@@ -70,7 +69,7 @@ _MODEL_INPUTS = [
 ]
 
 
-class DROTrainer(EvaluatingTrainer):
+class DROTrainer(GeneratingTrainer):
     """
     Trainer for Direct Reward Optimization and the other registered policy objectives.
 
@@ -191,48 +190,9 @@ class DROTrainer(EvaluatingTrainer):
         self._blocks: dict[int, tuple[list[dict[str, Any]], Tensor, int]] = {}
         self._window_start = 0
         self._window_batches: list[Any] = []
-
-    # Data and generation
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
-        """TRL's sampler, which in a resumed run goes on with the epoch that was interrupted."""
-        sampler = super()._get_train_sampler(dataset)
-        return ResumableSampler(sampler, lambda: int(self.state.epoch or 0))
-
-    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
-        """With the dataset's column 'completion'. What reward models give, which no wrapper has seen, is checked."""
-        # TRL passes every column but this one.
-        inputs = [{**row, COMPLETION_COLUMN: row["completion"]} if "completion" in row else row for row in inputs]
-        rewards = super()._calculate_rewards(inputs, *args, **kwargs)
-        models = torch.tensor([isinstance(reward, nn.Module) for reward in self.reward_funcs], device=rewards.device)
-        bad = rewards.isinf() | (rewards.isnan() & models)  # NaN of a function is a reward that does not apply
-        if bad.any():
-            row, function = bad.nonzero()[0].tolist()
-            what = "infinite" if rewards[row, function].isinf() else "NaN"
-            raise ValueError(
-                f"reward {self.reward_func_names[function]!r} is {what} for row {row} at step "
-                f"{self.state.global_step}: it must be finite."
-            )
-        return rewards
-
-    def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        positions = None if self.use_vllm else self.max_positions  # vLLM knows its own
-        check_prompt_ids(prompt_ids, "the prompt", positions)
-        training = self.model.training
-        # With continuous batching TRL casts the weights to half precision for good, and leaves evaluation mode.
-        precision = {"bf16": False, "fp16": False} if self.use_transformers_continuous_batching else {}
-        with (
-            temporarily(self.args, **precision),
-            temporarily(self.model.generation_config, **without_model_sampling(self.model)),
-            temporarily(
-                getattr(self, "generation_config", None),
-                **shortened(prompt_ids, positions, self.max_completion_length),
-            ),
-        ):
-            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self.model.train(training)
-        logprobs = check_completions("the generation engine", len(prompt_ids), completion_ids, logprobs)
-        return fill_empty(completion_ids, logprobs, self.eos_token_ids[0])
+        if args.dro_target_kl is not None:
+            steps = math.ceil(args.batch_plan().windows_per_generation)
+            self.add_callback(AdaptiveBeta(cast(DRO, self.policy_loss).beta, args.dro_target_kl, steps))
 
     # Windows
 
@@ -266,6 +226,9 @@ class DROTrainer(EvaluatingTrainer):
             batch_samples = []
         self._window_start = self._step
         self._window_batches = batch_samples
+        adaptive = self._adaptive_beta
+        if adaptive is not None:
+            self.policy_loss = dataclasses.replace(cast(DRO, self.policy_loss), beta=adaptive.beta)
         return batch_samples, num_items_in_batch
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -311,20 +274,8 @@ class DROTrainer(EvaluatingTrainer):
 
     def _count(self, micro_batches: list[dict[str, Any]]) -> Tensor:
         """Trained tokens and sequences of each micro-batch, over all ranks: (len(micro_batches), 2)."""
-        counts = trained_counts([_trained_mask(inputs) for inputs in micro_batches])
+        counts = trained_counts([trained_mask(inputs) for inputs in micro_batches])
         return self.accelerator.reduce(counts, reduction="sum")
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        scored: dict[str, Any] = {}
-        if self.args.anchor_policy == "sampling" or self._mode == "eval":
-            # Nothing reads the old log-probs: make TRL see the aligned geometry, in which it does not score them.
-            scored["gradient_accumulation_steps"] = self.args.batch_plan().micro_steps_per_generation
-        with temporarily(self.args, **scored), temporarily(self, beta=self.beta or float(self.args.needs_reference)):
-            output = super()._generate_and_score_completions(inputs)
-        if self.args.anchor_policy == "sampling" and "sampling_per_token_logps" not in output:
-            allowed = "the rollout came without log-probs ('logprobs' is None)"
-            raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
-        return output
 
     # Loss
 
@@ -351,7 +302,7 @@ class DROTrainer(EvaluatingTrainer):
         """
         if return_outputs:
             raise ValueError("return_outputs=True is refused: DROTrainer returns only the loss. Write `False`.")
-        mask = _trained_mask(inputs)
+        mask = trained_mask(inputs)
         per_token_logps, entropies, aux_loss = self._score(model, inputs)
         old, sampling = self._behaviour_logps(inputs, per_token_logps.detach())
         anchor = inputs["ref_per_token_logps"] if self.args.anchor_policy == "reference" else old
@@ -367,9 +318,9 @@ class DROTrainer(EvaluatingTrainer):
         per_token_loss, kept = self._filtered(
             output.per_token_loss, PolicyLossInputs(per_token_logps, sampling, advantages, mask), entropies
         )
-        if "importance_sampling_ratio" in inputs:
-            weights = inputs["importance_sampling_ratio"]
-            per_token_loss = apply_correction_weights(self.policy_loss, per_token_loss, weights, losses.mask)
+        for name in ("importance_sampling_ratio", "rollout_is_weights"):
+            if name in inputs:
+                per_token_loss = apply_correction_weights(self.policy_loss, per_token_loss, inputs[name], losses.mask)
 
         loss = policy_loss = self._aggregate(per_token_loss, mask, inputs)
         accumulator = self._accumulators[self._mode]
@@ -386,10 +337,6 @@ class DROTrainer(EvaluatingTrainer):
         if self._mode == "eval":
             self._close_window()
         return loss
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         # Where there is no Triton, TRL projects prompts and padding to the vocabulary too, for compilers that dislike
@@ -510,12 +457,24 @@ class DROTrainer(EvaluatingTrainer):
             return now - inputs.get("window_born", now)
         return now % self.args.ref_model_sync_steps if self.args.sync_ref_model else now
 
+    @property
+    def _adaptive_beta(self) -> AdaptiveBeta | None:
+        # transformers may put another one in its place when it resumes
+        callbacks = self.callback_handler.callbacks
+        return next((callback for callback in callbacks if isinstance(callback, AdaptiveBeta)), None)
+
     def _close_window(self) -> None:
         """Reduce the window's metrics over ranks, with one collective."""
         window = self._accumulators[self._mode].close_window(lambda local: self.accelerator.gather(local.unsqueeze(0)))
         if self._mode == "train" and self.use_adaptive_entropy:
             total, count = window["sum:_entropy_controlled"], window["count:_entropy_controlled"]
             self._adapt_entropy_coefficient((total / count.clamp(min=1.0)).item())
+        adaptive = self._adaptive_beta
+        if self._mode == "train" and adaptive is not None:
+            self._metrics["train"]["dro/beta"].append(adaptive.beta)
+            total, count = window["sum:dro/kl_k2"], window["count:dro/kl_k2"]
+            if count > 0:
+                adaptive.update((total / count).item())
         if self._mode == "train" and self._entropy_bonus_enabled:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
@@ -524,12 +483,6 @@ class DROTrainer(EvaluatingTrainer):
         if self.accelerator.sync_gradients:
             self._close_window()
         return loss
-
-
-def _trained_mask(inputs: dict[str, Any]) -> Tensor:
-    """1 on tokens that are trained: completion, not padding, not tool output, not a truncated row left out."""
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _in_window(inputs: dict[str, Any], num_tokens: Tensor, num_sequences: Tensor, born: int) -> dict[str, Any]:

@@ -81,6 +81,17 @@ def run(recipe: str, seed: int, reward: str, options: list[str]) -> dict:
         "steps": [log["step"] for log in trained],
         "solved": [log[metric] for log in trained],
         "kl": [log["dro/kl_k2"] for log in trained],
+        "history": trained,
+    }
+
+
+def about(command: str) -> dict:
+    """What a report begins with: the command, the machine, the versions."""
+    packages = ("torch", "transformers", "trl", "trl-dro")
+    return {
+        "command": command,
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU",
+        "versions": {name: version(name) for name in packages},
     }
 
 
@@ -111,17 +122,12 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=ROOT / "docs" / "images")
     arguments, options = parser.parse_known_args()
     benchmark = BENCHMARKS[arguments.name]
-    packages = ("torch", "transformers", "trl", "trl-dro")
-    report: dict = {
-        "command": f"python tests/benchmarks/learning_curve.py {arguments.name}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU",
-        "versions": {name: version(name) for name in packages},
-        "runs": [],
-    }
+    report = {**about(f"python tests/benchmarks/learning_curve.py {arguments.name}"), "runs": []}
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     for variant, recipe in benchmark.recipes.items():
         for seed in arguments.seeds or benchmark.seeds:
             result = {"variant": variant, **run(recipe, seed, benchmark.reward, [*benchmark.options, *options])}
+            result.pop("history")
             report["runs"].append(result)
             print(
                 f"{variant} seed {seed}: held-out {result['held_out_before']:.2f} -> {result['held_out_after']:.2f}, "
