@@ -55,7 +55,7 @@ $(VENV_VLLM)/.ready:
 	touch $@
 
 test-vllm: $(VENV_VLLM)/.ready
-	$(VENV_VLLM)/bin/python -m pytest -s -m vllm tests/test_vllm.py
+	$(VENV_VLLM)/bin/python -m pytest -W ignore -s -m vllm tests/test_vllm.py
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info
