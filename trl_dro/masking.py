@@ -47,3 +47,9 @@ def masked_mean(
 def safe_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     """exp(l) with l clamped to +-20 first: never inf, and no gradient outside the clamp."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def k3_estimate(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(l) - 1 - l with l clamped to +-20 first (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio

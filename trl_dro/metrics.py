@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .masking import masked_sum
+from .masking import k3_estimate, masked_sum
 from .policy_loss import PolicyLossInputs
 
 
@@ -173,7 +173,7 @@ def add_log_ratio_metrics(accumulator: MetricAccumulator, inputs: PolicyLossInpu
         "dro/log_ratio_abs": log_ratio.abs(),
         "dro/kl_k1": -log_ratio,
         "dro/kl_k2": log_ratio.square() / 2,
-        "dro/kl_k3": torch.expm1(log_ratio.clamp(-20.0, 20.0)) - log_ratio.clamp(-20.0, 20.0),
+        "dro/kl_k3": k3_estimate(log_ratio),
     }
     for name, value in values.items():
         accumulator.add_mean(name, value, mask)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masking import masked_mean, masked_sum, safe_exp, upcast, zero_masked
+from .masking import MAX_LOG_RATIO, k3_estimate, masked_mean, masked_sum, safe_exp, upcast, zero_masked
 
 
 LEVELS = ("token", "sequence")
@@ -232,9 +232,9 @@ def rejection_mask(
     """
     Rejection(statistic=statistic, threshold=threshold, threshold_lower=threshold_lower)
     trained = mask.bool()
-    log_ratio = _known(log_ratio, trained).clamp(-20.0, 20.0)
+    log_ratio = _known(log_ratio, trained).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     span, kind = statistic.rsplit("_", 1)
-    values = {"k1": -log_ratio, "k2": log_ratio.square() / 2, "k3": torch.expm1(log_ratio) - log_ratio}[kind]
+    values = {"k1": -log_ratio, "k2": log_ratio.square() / 2, "k3": k3_estimate(log_ratio)}[kind]
     if span == "seq_sum":
         values = masked_sum(values, trained, dim=1, keepdim=True)
     elif span == "seq_mean":
@@ -277,7 +277,7 @@ def mismatch_metrics(old_per_token_logps: Tensor, sampling_per_token_logps: Tens
         "training_ppl": masked_mean(safe_exp(-old_mean), sequences),
         "training_log_ppl": masked_mean(-old_mean, sequences),
         "kl": masked_mean(-log_ratio, mask),
-        "k3_kl": masked_mean(torch.expm1(log_ratio.clamp(-20.0, 20.0)) - log_ratio.clamp(-20.0, 20.0), mask),
+        "k3_kl": masked_mean(k3_estimate(log_ratio), mask),
         "rollout_ppl": masked_mean(safe_exp(-sampling_mean), sequences),
         "rollout_log_ppl": masked_mean(-sampling_mean, sequences),
         "log_ppl_diff": masked_mean(gap, sequences),
