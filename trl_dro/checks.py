@@ -46,8 +46,8 @@ COMPLETION_COLUMN = "_dataset_completion"
 _RESERVED_METRICS = re.compile(
     r"loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|total_flos|runtime|(samples|steps)_per_second"
     r"|train_(loss|runtime|samples_per_second|steps_per_second)|reward|reward_std|frac_reward_zero_std|kl|entropy"
-    r"|rewards/.+/(mean|std)|entropy_coef|aux_loss|policy_loss|completions/((mean|min|max)(_terminated)?_length|clipped_ratio)"
-    r"|completions/(mean|min|max)_terminated_length|tools/(call|failure)_frequency"
+    r"|rewards/.+/(mean|std)|entropy_coef|aux_loss|policy_loss"
+    r"|completions/((mean|min|max)(_terminated)?_length|clipped_ratio)|tools/(call|failure)_frequency"
     r"|sampling/(sampling_logp_difference|importance_sampling_ratio)/\w+"
     r"|clip_ratio/(low|high|region|dual)_(mean|min|max)|(dro|rollout_corr)/.*"
 )

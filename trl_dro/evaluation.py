@@ -163,26 +163,26 @@ class EvaluatingTrainer(GRPOTrainer):
                     f"{', '.join(map(repr, known)) or 'no names'}. Write one of them, or pass a Dataset."
                 )
             dataset = cast(dict, self.eval_dataset)[dataset]
-        elif eval_dataset is not None:
-            self._forget_loader()
         with self._evaluating(metric_key_prefix, dataset):
-            try:
-                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-            finally:
-                if eval_dataset is not None and not isinstance(eval_dataset, str):
-                    self._forget_loader()
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As in TRL. A loader for a dataset that one call is given is not kept for the next."""
+        if eval_dataset is None or isinstance(eval_dataset, str):
+            return super().get_eval_dataloader(eval_dataset)
+        self._forget_loader()
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self._forget_loader()
 
     def _forget_loader(self) -> None:
-        """With persistent workers transformers would take the data of this call for the next one's."""
+        """TRL keeps all loaders that have no name under one key."""
         getattr(self, "_eval_dataloaders", {}).pop("eval", None)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation, so that a stream gets its completions in groups too."""
-        self._forget_loader()
-        try:
-            return self.get_eval_dataloader(test_dataset)
-        finally:
-            self._forget_loader()
+        return self.get_eval_dataloader(test_dataset)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
