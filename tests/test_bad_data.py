@@ -5,8 +5,8 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from trl_dro import DROConfig, DROTrainer, checks
-from trl_dro.checks import checked_reward, distinct_names
+from trl_dro import DROConfig, DROTrainer, reward_checks
+from trl_dro.reward_checks import checked_reward, distinct_names
 
 from .test_inherited_data_faults import chat_tokenizer, conversation
 from .test_inherited_faults import gpt2, scripted
@@ -250,7 +250,7 @@ def test_the_search_for_a_row_logs_nothing_and_ends_in_time(monkeypatch):
     with pytest.raises(RuntimeError):
         call()
     assert (calls, logged) == ([4, 1, 1, 1, 1], [("accuracy", 1.0)])
-    monkeypatch.setattr(checks, "SEARCH_SECONDS", -1.0)
+    monkeypatch.setattr(reward_checks, "SEARCH_SECONDS", -1.0)
     with pytest.raises(RuntimeError) as raised:
         call()
     assert raised.value.__notes__[1].endswith("none of the first 0 rows.")

@@ -75,7 +75,8 @@ def train(argv: list[str]) -> int:
     Raises:
         ValueError: If the configuration is bad. Nothing has been launched then.
     """
-    from .train import EXPECTED_PROCESSES, check_output_dir, make_parser, parse, parse_loudly, run
+    from .train import EXPECTED_PROCESSES, check_output_dir, run
+    from .train_arguments import make_parser, parse, parse_loudly
 
     if not argv or "-h" in argv or "--help" in argv:
         print(_TRAIN_HELP if not argv else f"{_TRAIN_HELP}\n{make_parser('trl-dro train').format_help()}")
@@ -111,7 +112,8 @@ def check(argv: list[str]) -> int:
     Raises:
         ValueError: If the configuration is bad.
     """
-    from .train import check_output_dir, make_parser, parse
+    from .train import check_output_dir
+    from .train_arguments import make_parser, parse
 
     if not argv or "-h" in argv or "--help" in argv:
         print(_CHECK_HELP)
@@ -352,11 +354,9 @@ def _config_for(world_size: int) -> type["DROConfig"]:
         def world_size(self) -> int:
             return world_size
 
-        def _resolve_batch_geometry(self) -> None:
-            # A launcher announces the number of processes here. Only for this check: to torch it would promise peers.
-            with _environment_restored():
-                os.environ["WORLD_SIZE"] = str(world_size)
-                super()._resolve_batch_geometry()
+        @property
+        def announced_world_size(self) -> int:
+            return world_size
 
     return PlannedConfig if world_size > 1 else DROConfig
 

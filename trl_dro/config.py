@@ -11,23 +11,18 @@ from typing import Any, cast, get_type_hints
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig
 
+from .batch_rules import resolve_batch_geometry
 from .config_rules import (
     DICT_FIELDS,
-    HARMLESS_GENERATION,
-    IDLE,
     LOSS_TYPES,
     MISSING_BETA,
-    NEEDS,
-    OWN_GENERATION,
     REPLACED,
-    SAMPLING_FIELDS,
     DerivedInt,
     check_accelerator,
     check_accelerator_names,
     check_booleans,
     check_choices,
     check_dro_beta,
-    check_generation_names,
     check_intervals,
     check_numbers,
     check_pad_to_multiple_of,
@@ -38,6 +33,8 @@ from .config_rules import (
     number_from_text,
     refusal,
 )
+from .config_warnings import config_warnings
+from .generation_rules import check_sampling
 from .off_policy_rules import (
     build_correction,
     check_adaptive_beta,
@@ -243,11 +240,11 @@ class DROConfig(GRPOConfig):
         resolve_correction(self)
         check_baseline(self)
         self._check_objective()
-        self._check_sampling()
+        check_sampling(self)
         self._check_reference()
         self._check_entropy()
         self._check_unsupported()
-        self._resolve_batch_geometry()
+        resolve_batch_geometry(self, self.announced_world_size)
         if self.vllm_importance_sampling_correction is None:
             self.vllm_importance_sampling_correction = not (
                 self.anchor_policy == "sampling" or corrects_rollouts(self)
@@ -269,7 +266,8 @@ class DROConfig(GRPOConfig):
         check_scheduler_names(self)
         for name in derived:
             setattr(self, name, DerivedInt(getattr(self, name)))
-        self._warn()
+        for message in config_warnings(self):
+            warnings.warn(message, stacklevel=3)
 
     @classmethod
     def from_grpo_config(cls, cfg: GRPOConfig, *, dro_beta: float | None = None, **overrides: Any) -> "DROConfig":
@@ -332,6 +330,11 @@ class DROConfig(GRPOConfig):
             num_generations=cast(int, self.num_generations),
             anchor_policy=self.anchor_policy,
         )
+
+    @property
+    def announced_world_size(self) -> int:
+        """Processes that the launcher starts; `world_size` is known only once their group is up."""
+        return int(os.environ.get("WORLD_SIZE") or 1)
 
     @property
     def is_dro(self) -> bool:
@@ -405,56 +408,6 @@ class DROConfig(GRPOConfig):
                 "vllm_importance_sampling_correction", True, allowed, "vllm_importance_sampling_correction=False"
             )
 
-    def _check_generation_kwargs(self) -> None:
-        """Refuse what would not be read or cannot work, and move what has a field of its own to it."""
-        moved, given = {}, _as_dict(self.generation_kwargs)
-        for name, (reason, instead) in OWN_GENERATION.items():
-            if name in given and not (name in HARMLESS_GENERATION and given[name] == HARMLESS_GENERATION[name]):
-                raise refusal(f"generation_kwargs[{name!r}]", given[name], reason, instead)
-        own_code = self.trust_remote_code or _as_dict(self.model_init_kwargs).get("trust_remote_code")
-        if not self.use_vllm and not own_code:  # such a model may read options of its own
-            check_generation_names(given)
-        for name in SAMPLING_FIELDS:
-            if name not in given:
-                continue
-            value, current = given[name], getattr(self, name)
-            if current not in (value, field_defaults(GRPOConfig)[name]):
-                allowed = f"{name}={current!r} is set too"
-                raise refusal(f"generation_kwargs[{name!r}]", value, allowed, f"{name}={value!r}")
-            moved[name] = value
-        if moved:
-            self.generation_kwargs = {k: v for k, v in given.items() if k not in moved} or None
-            for name, value in moved.items():
-                setattr(self, name, value)
-            check_numbers(self)
-            written = ", ".join(f"{name}={value!r}" for name, value in moved.items())
-            warnings.warn(
-                f"Moved from generation_kwargs to the field of the same name, so that completions are scored as they "
-                f"are sampled: {written}. Write it there.",
-                stacklevel=5,
-            )
-
-    def _check_sampling(self) -> None:
-        self._check_generation_kwargs()
-        if not self.use_vllm and self.max_completion_length is None:
-            allowed = "only vLLM generates to the end of the context, transformers would stop after 20 tokens"
-            raise refusal("max_completion_length", None, allowed, "max_completion_length=256")
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            allowed = f"it must be below vllm_importance_sampling_clip_max={high!r}"
-            raise refusal("vllm_importance_sampling_clip_min", low, allowed, "vllm_importance_sampling_clip_min=None")
-        truncating = self.vllm_importance_sampling_mode.endswith("_truncate")
-        if self.vllm_importance_sampling_correction is not False and truncating and low is None and high is None:
-            mode = self.vllm_importance_sampling_mode
-            allowed = f"vllm_importance_sampling_mode={mode!r} needs a bound (clip_min, clip_max or both)"
-            raise refusal("vllm_importance_sampling_clip_max", None, allowed, "vllm_importance_sampling_clip_max=3.0")
-        if self.use_vllm and self.use_transformers_continuous_batching:
-            allowed = "use_vllm=True generates already, and only one engine can"
-            raise refusal("use_transformers_continuous_batching", True, allowed, "use_vllm=False")
-        if self.log_completions_hub_repo is not None and not self.log_completions:
-            allowed = "it needs log_completions=True (or leave it None)"
-            raise refusal("log_completions_hub_repo", self.log_completions_hub_repo, allowed, "log_completions=True")
-
     def _check_reference(self) -> None:
         if self.sync_ref_model and not self.needs_reference:
             allowed = "with beta=0.0 and anchor_policy other than 'reference' there is no reference model to sync"
@@ -493,58 +446,6 @@ class DROConfig(GRPOConfig):
                 allowed = "only data parallelism (DDP, FSDP, DeepSpeed) is supported, it must be 1"
                 raise refusal(f"parallelism_config.{name}", size, allowed, f"ParallelismConfig({name}=1)")
 
-    def _resolve_batch_geometry(self) -> None:
-        """Check what TRL checks later with terser messages, and let a resolved config be built again."""
-        # Before `TrainingArguments.__post_init__` the process group is not up: launchers announce its size here.
-        world_size = int(os.environ.get("WORLD_SIZE") or 1)
-        micro_step = self.per_device_train_batch_size * world_size
-        num_generations = cast(int, self.num_generations)
-        for name in ("steps_per_generation", "generation_batch_size"):
-            if isinstance(getattr(self, name), DerivedInt):
-                setattr(self, name, None)
-        if self.generation_batch_size is not None:
-            size = self.generation_batch_size
-            if size % micro_step:
-                allowed = (
-                    f"it must be a multiple of per_device_train_batch_size * processes = "
-                    f"{self.per_device_train_batch_size} * {world_size} = {micro_step}"
-                )
-                nearest = max(size // micro_step, 1) * micro_step
-                raise refusal("generation_batch_size", size, allowed, f"generation_batch_size={nearest}")
-            if self.steps_per_generation is not None:
-                # TRL fills in both, then refuses a config that sets both. Together they are fine if they agree.
-                if size != micro_step * self.steps_per_generation:
-                    allowed = (
-                        f"steps_per_generation={self.steps_per_generation} makes it "
-                        f"{micro_step * self.steps_per_generation} (= {micro_step} * {self.steps_per_generation}); "
-                        "give one of the two"
-                    )
-                    raise refusal("generation_batch_size", size, allowed, "generation_batch_size=None")
-                self.generation_batch_size = None
-        accumulation = self.gradient_accumulation_steps
-        steps = self.steps_per_generation or (self.generation_batch_size or micro_step * accumulation) // micro_step
-        if steps % accumulation and accumulation % steps:
-            allowed = (
-                f"one of steps_per_generation and gradient_accumulation_steps={accumulation} must divide the other, "
-                "so that an optimizer step sees whole generation batches or whole parts of one"
-            )
-            raise refusal("steps_per_generation", steps, allowed, f"steps_per_generation={accumulation}")
-        rows = micro_step * steps
-        if rows % num_generations:
-            allowed = (
-                f"it must divide the generation batch of {rows} rows (per_device_train_batch_size "
-                f"{self.per_device_train_batch_size} * {world_size} processes * steps_per_generation {steps})"
-            )
-            fits = [size for size in range(2, rows + 1) if rows % size == 0]
-            instead = (
-                f"num_generations={min(fits, key=lambda size: abs(size - num_generations))}"
-                if fits
-                else f"per_device_train_batch_size={num_generations}"
-            )
-            raise refusal("num_generations", num_generations, allowed, instead)
-        if self.evaluates:
-            self.check_evaluation_batch(world_size)
-
     def check_evaluation_batch(self, processes: int | None = None) -> None:
         """Refuse an evaluation batch that would split the completions of a prompt.
 
@@ -563,77 +464,6 @@ class DROConfig(GRPOConfig):
             )
             instead = f"per_device_eval_batch_size={group}"
             raise refusal("per_device_eval_batch_size", self.per_device_eval_batch_size, allowed, instead)
-
-    def _warn(self) -> None:
-        objective = self.build_policy_loss()
-        if self.is_dro and not self.batch_plan().penalty_alive:
-            used = self.batch_plan().micro_steps_per_generation
-            warnings.warn(
-                f"DRO's penalty does nothing here: with anchor_policy='old', and each generated batch used up in one "
-                f"optimizer step (gradient_accumulation_steps={self.gradient_accumulation_steps} is a multiple of "
-                f"steps_per_generation * num_iterations = {used}), the log-ratio is always 0 and this is REINFORCE. "
-                "Three ways out: (1) take several optimizer steps on each generated batch, num_iterations=4 or "
-                f"steps_per_generation={4 * self.gradient_accumulation_steps}; (2) anchor_policy='reference'; "
-                "(3) anchor_policy='sampling' with an engine that reports log-probs.",
-                stacklevel=4,
-            )
-        if self.dro_target_kl is not None and self.anchor_policy != "reference":
-            steps = self.batch_plan().windows_per_generation
-            if steps < 3:
-                warnings.warn(
-                    f"dro_target_kl={self.dro_target_kl!r} with {steps:g} optimizer steps on each generated batch: "
-                    "the first one is at the anchor, and how far it goes does not depend on dro_beta, so there is "
-                    "hardly anything to adapt. Write `num_iterations=4` or more.",
-                    stacklevel=4,
-                )
-        recommended = getattr(objective, "recommended_loss_agg_mode", None)
-        if recommended and self.loss_agg_mode == "token-mean":
-            warnings.warn(
-                f"policy_loss={self.policy_loss!r} is defined with loss_agg_mode={recommended!r}; 'token-mean' "
-                f"weights each completion by its length. Write `loss_agg_mode={recommended!r}`.",
-                stacklevel=4,
-            )
-        if self.loss_agg_mode == "token-sum" and self.max_grad_norm > 0:
-            warnings.warn(
-                f"loss_agg_mode='token-sum' grows with the batch, so max_grad_norm={self.max_grad_norm} will clip "
-                "nearly every step. Write `max_grad_norm=0.0` and scale the learning rate, or "
-                "`loss_agg_mode='token-mean'`.",
-                stacklevel=4,
-            )
-        if self.neftune_noise_alpha:
-            warnings.warn(
-                f"neftune_noise_alpha={self.neftune_noise_alpha!r} adds new noise to the embeddings in each forward "
-                "pass: completions are sampled and scored under different noise, so log-ratios are not 0 before the "
-                "policy has moved, and the objective acts on them. Write `neftune_noise_alpha=None`.",
-                stacklevel=4,
-            )
-        corrected = self.build_rollout_correction() is not None
-        if self.anchor_policy == "sampling" or corrected:
-            biased = [
-                f"{name}={getattr(self, name)!r}"
-                for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", None), ("repetition_penalty", 1.0))
-                if getattr(self, name) != neutral
-            ]
-            if biased:
-                effect = "rollouts are corrected for it" if corrected else "anchor_policy='sampling' anchors to them"
-                warnings.warn(
-                    f"{', '.join(biased)} changes the distribution that is sampled from, so the engine's log-probs "
-                    f"are not those of the policy, and {effect}. "
-                    "Leave them at their defaults" + ("." if corrected else ", or write `anchor_policy='old'`."),
-                    stacklevel=4,
-                )
-        self._warn_about_idle_options()
-
-    def _warn_about_idle_options(self) -> None:
-        defaults = field_defaults(GRPOConfig)
-        for name, reason in IDLE.items():
-            if getattr(self, name) != defaults[name]:
-                warnings.warn(f"{name}={getattr(self, name)!r} has no effect: {reason}.", stacklevel=5)
-        for switch, names in NEEDS.items():
-            idle = [name for name in names if getattr(self, name) != defaults[name]]
-            if idle and not getattr(self, switch):
-                written = ", ".join(f"{name}={getattr(self, name)!r}" for name in idle)
-                warnings.warn(f"{written} has no effect without {switch}=True.", stacklevel=5)
 
 
 @cache

@@ -9,7 +9,6 @@ from numbers import Integral, Real
 from typing import Any
 
 import yaml
-from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -24,6 +23,12 @@ from .rollout_correction import LEVELS
 
 ANCHOR_POLICIES = ("old", "sampling", "reference")
 DRO_LEVELS = ("token", "sequence")
+
+
+def short(value: Any, limit: int = 200) -> str:
+    """How a value is shown in a message."""
+    shown = repr(value)
+    return shown if len(shown) <= limit else f"{shown[:limit]}..."
 
 
 def refusal(field: str, value: Any, allowed: str, instead: str) -> ValueError:
@@ -241,41 +246,6 @@ IDLE: dict[str, str] = {
     "average_tokens_across_devices": "losses are always normalised over all devices",
 }
 
-# Sampling settings that have a field of their own. Given in `generation_kwargs`, TRL samples with them while scoring
-# and reporting with the field, so they are moved to the field.
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-# Settings of the engine that the trainer makes itself or cannot work with: why, and what to write.
-_OWN = "the trainer sets it"
-OWN_GENERATION: dict[str, tuple[str, str]] = {
-    "do_sample": (_OWN, "temperature=1.0"),
-    "num_return_sequences": (_OWN, "num_generations=8"),
-    "n": (_OWN, "num_generations=8"),
-    "max_new_tokens": (_OWN, "max_completion_length=256"),
-    "max_tokens": (_OWN, "max_completion_length=256"),
-    "max_length": (_OWN, "max_completion_length=256"),
-    "disable_compile": (_OWN, "generation_kwargs=None"),
-    "return_dict_in_generate": ("the trainer takes the tokens alone", "generation_kwargs=None"),
-    "eos_token_id": (
-        "the trainer looks for the end tokens of the tokenizer and of the model only, and would train on the padding "
-        "that follows others",
-        "model.generation_config.eos_token_id = [...]",
-    ),
-    "stop_strings": (
-        "only vLLM stops at text, transformers at tokens",
-        "model.generation_config.eos_token_id = [...]",
-    ),
-    "token_healing": ("it rewrites the prompt that completions are scored with", "generation_kwargs=None"),
-}
-
-# Their values that change nothing, which are let through.
-HARMLESS_GENERATION: dict[str, Any] = {
-    "do_sample": True,
-    "return_dict_in_generate": False,
-    "stop_strings": None,
-    "token_healing": False,
-}
-
 # Settings of accelerate's dataloader that would break the trainer's batches, each with the reason and what to write.
 ACCELERATOR: dict[str, tuple[str, str]] = {
     "split_batches": (
@@ -385,11 +355,6 @@ def check_keys(field: str, given: dict[str, Any], known: Collection[str], owner:
             rest = {name: item for name, item in given.items() if name != key} or None
             instead = f"{field}={{{near[0]!r}: {value!r}}}" if near else f"{field}={rest}"
             raise refusal(f"{field}[{key!r}]", value, f"{owner} has no option of this name", instead)
-
-
-def check_generation_names(given: dict[str, Any]) -> None:
-    """Refuse in `generation_kwargs` what transformers would store and never read."""
-    check_keys("generation_kwargs", given, set(vars(GenerationConfig())), "transformers' GenerationConfig")
 
 
 def check_scheduler_names(config: Any) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from trl.trainer.utils import nanstd
 
 from .advantages import group_advantages, total_rewards
-from .checks import COMPLETION_COLUMN
 from .config_rules import refusal
 from .evaluation import EvaluatingTrainer
 from .masking import masked_mean, upcast
 from .models import without_model_sampling
 from .objectives import DRO
 from .policy_loss import PolicyLoss
+from .reward_checks import COMPLETION_COLUMN
 from .rollout_correction import RolloutCorrection, mismatch_metrics
 from .rollouts import ResumableSampler, check_completions, check_prompt_ids, fill_empty, shortened
 from .steering import temporarily

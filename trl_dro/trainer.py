@@ -18,15 +18,7 @@ from trl import GRPOTrainer
 
 from .aggregation import aggregate_loss
 from .beta_control import AdaptiveBeta
-from .checks import (
-    check_args,
-    check_data,
-    check_tokenizer,
-    checked_reward,
-    checked_rewards,
-    checked_rows,
-    reward_names,
-)
+from .checks import check_args, check_data, check_tokenizer, checked_rows
 from .config import DROConfig
 from .generation import GeneratingTrainer, trained_mask
 from .masking import masked_mean
@@ -41,6 +33,7 @@ from .models import (
 )
 from .objectives import DRO
 from .policy_loss import PolicyLossInputs, PolicyLossOutput, apply_correction_weights
+from .reward_checks import checked_reward, checked_rewards, reward_names
 from .rollouts import checked_rollouts
 from .steering import temporarily
 from .windows import block_and_slot, trained_counts

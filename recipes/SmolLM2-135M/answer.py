@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_dro.rewards import load_reward
 from trl_dro.tasks import build_task
-from trl_dro.train import parse_loudly
+from trl_dro.train_arguments import parse_loudly
 
 
 def answer(model: Any, tokenizer: Any, prompts: list[Any], max_new_tokens: int) -> list[list[dict[str, str]]]:
