@@ -71,6 +71,14 @@ def test_advantages_are_finite(baseline, rewards):
     assert group_advantages(torch.tensor(rewards), 4, baseline=baseline, temperature=1e-4).isfinite().all()
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-8, 1e8, 1e30])
+def test_soft_goes_from_the_best_to_the_mean_at_any_temperature(temperature):
+    rewards = torch.tensor([1.0, 0.0, 3.0, 2.0])
+    advantages = group_advantages(rewards, 4, baseline="soft", temperature=temperature)
+    expected = rewards - (rewards.max() if temperature < 1 else rewards.mean())
+    torch.testing.assert_close(advantages, expected)
+
+
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_one_completion_for_each_prompt_has_no_advantage(baseline):
     assert not group_advantages(REWARDS, 1, baseline=baseline, temperature=0.5).any()

@@ -355,7 +355,7 @@ ROLLOUTS = [
     ),
     (
         rollout_with(logprobs=lambda rows: [[0.05] * len(row) for row in rows]),
-        "logprobs with 0.05 in row 0, a log-prob is at most 0",
+        "logprobs from 0.05 to 0.05, a log-prob is at most 0",
     ),
     (
         rollout_with(logprobs=lambda rows: [[[-1.0, -2.0]] * len(row) for row in rows]),

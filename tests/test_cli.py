@@ -137,7 +137,8 @@ def test_check_shows_what_is_corrected_compared_and_adapted(config, capsys):
     assert exit_code("check", "--config", config(**settings), *options) == 0
     out = capsys.readouterr().out
     for line in (
-        "correction        sequence weights, cut to 2; rejects seq_mean_k1 outside ratios [0.999, 1.001]",
+        "correction        sequence weights, cut to 2; rejects seq_mean_k1 outside engine / trainer ratios "
+        "[0.999, 1.001]",
         "baseline          soft, temperature dro_beta / mean completion length",
         "  2      inf       without bound",
         "about the same at dro_level='sequence': dro_beta = 0.5 / length, 0.01 for completions of 50 tokens",
@@ -156,11 +157,11 @@ def test_check_shows_what_is_corrected_compared_and_adapted(config, capsys):
         ),
         (
             ["--rollout_rs", "token_k1", "seq_mean_k3", "--rollout_rs_threshold", "2", "1e-2"],
-            "rejects token_k1 outside ratios [0.5, 2]; rejects seq_mean_k3 above 0.01",
+            "rejects token_k1 outside engine / trainer ratios [0.5, 2]; rejects seq_mean_k3 above 0.01",
         ),
         (
             ["--rollout_rs", "token_k1,seq_max_k2", "--rollout_rs_threshold", "2", "3"],
-            "rejects token_k1 outside ratios [0.5, 2]; rejects seq_max_k2 above 3",
+            "rejects token_k1 outside engine / trainer ratios [0.5, 2]; rejects seq_max_k2 above 3",
         ),
     ],
     ids=" ".join,

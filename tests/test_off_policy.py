@@ -104,7 +104,7 @@ def test_twenty_steps_with_every_anchor_and_correction(make_config, model, ancho
     assert largest_difference(weights(trainer), before) > 1e-3
     check_finite(trainer)
     names = set().union(*trainer.state.log_history)
-    measured = anchor != "sampling"  # there the trainer scores nothing that it could compare
+    measured = anchor == "old" or bool(settings)  # else the trainer scores nothing that it could compare
     assert ({"rollout_corr/kl", "rollout_corr/chi2_token", "rollout_corr/ppl_ratio"} <= names) == measured
     assert ("rollout_corr/rollout_is_eff_sample_size" in names) == (
         "rollout_is" in str(settings) or "tis" in str(settings)
@@ -225,6 +225,16 @@ def test_a_poisoned_engine_leaves_the_weights_finite(make_config, poison, settin
         assert share == 1.0 if poison == "all nan" else 0.2 < share < 0.6
 
 
+def test_single_positive_log_probs_do_not_end_a_run(make_config):
+    """Where all lie between 0 and 1 they are probabilities; a few are an engine's hiccup."""
+    odd = engine(poison=lambda row, place, value: 0.5 if place == 1 else value)
+    trainer = make_trainer(make_config(rollout_is="token"), rollout_func=odd)
+    with pytest.warns(UserWarning, match="no log-prob"):
+        trainer.train()
+    check_finite(trainer)
+    assert 0.0 < trainer.state.log_history[0]["rollout_corr/unscored_fraction"] < 0.5
+
+
 def test_unscored_tokens_have_weight_one(make_config):
     trainer = make_trainer(make_config(rollout_is="token"), rollout_func=engine(poison=POISON["nan"]))
     seen = record_inputs(trainer)
@@ -245,6 +255,71 @@ def test_a_window_with_everything_rejected_is_a_zero_step(make_config):
     log = trainer.state.log_history[0]
     assert log["rollout_corr/rollout_rs_masked_fraction"] == log["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
     assert log["loss"] == log["grad_norm"] == 0.0
+
+
+# Anchors
+
+
+def scored_without_gradient(trainer) -> list[str]:
+    """The policies that are scored while no gradient is kept, by name."""
+    scored, score = [], trainer._get_per_token_logps_and_entropies
+
+    def noting(model, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            scored.append("reference" if model is trainer.ref_model else "old")
+        return score(model, *args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = noting
+    return scored
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"anchor_policy": "old"}, ["old"]),
+        ({"anchor_policy": "sampling"}, []),
+        ({"anchor_policy": "reference"}, ["reference"]),
+        ({"anchor_policy": "reference", "rollout_is": "token"}, ["old", "reference"]),
+        ({"anchor_policy": "reference", "off_policy_mask_threshold": 0.5}, ["old", "reference"]),
+        ({"anchor_policy": "reference", "beta": 0.1, "use_bias_correction_kl": False}, ["reference"]),
+        ({"anchor_policy": "reference", "beta": 0.1, "use_bias_correction_kl": True}, ["old", "reference"]),
+        ({"anchor_policy": "sampling", "beta": 0.1}, ["reference"]),
+    ],
+    ids=str,
+)
+def test_only_policies_that_something_reads_are_scored(make_config, model, settings, expected):
+    trainer = make_trainer(make_config(**settings), model=model, rollout_func=engine())
+    scored = scored_without_gradient(trainer)
+    trainer.train()
+    assert sorted(scored) == sorted(expected * 2)  # two generated batches
+
+
+@pytest.mark.parametrize("settings", [{"anchor_policy": "sampling"}, {"anchor_policy": "reference"}], ids=str)
+def test_a_rollout_function_sees_the_configuration_as_it_was_written(make_config, model, settings):
+    seen = []
+
+    def rollout(prompts, trainer):
+        seen.append((trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation, trainer.beta))
+        return engine()(prompts, trainer)
+
+    make_trainer(make_config(**settings), model=model, rollout_func=rollout).train()
+    assert seen == [(1, 1, 0.0)] * 2
+
+
+@pytest.mark.parametrize(("every", "ages"), [(1, [0, 1, 2, 3]), (2, [0, 1, 2, 3]), (3, [0, 1, 2, 3, 1, 2, 3, 4])])
+def test_a_reference_that_follows_is_as_old_as_its_last_sync(make_config, model, every, ages):
+    config = make_config(
+        anchor_policy="reference",
+        sync_ref_model=True,
+        ref_model_sync_steps=every,
+        ref_model_mixup_alpha=1.0,
+        num_iterations=4,
+        max_steps=8,
+    )
+    trainer = make_trainer(config, model=model)
+    trainer.train()
+    logged = [log["dro/anchor_staleness"] for log in trainer.state.log_history if "dro/anchor_staleness" in log]
+    assert logged == (ages * 2)[:8]
 
 
 # Baselines
@@ -331,12 +406,31 @@ def test_beta_goes_on_from_a_checkpoint(make_config, tmp_path):
         assert resumed._adaptive_beta.state() == whole._adaptive_beta.state()
 
 
-def test_a_resumed_run_may_have_another_target(make_config, tmp_path):
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_resumed_run_may_have_another_target(make_config, tmp_path, restore):
     settings = {"num_iterations": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     make_trainer(make_config(dro_target_kl=1e-4, **settings)).train()
-    resumed = make_trainer(make_config(dro_target_kl=10.0, **settings))
+    settings["restore_callback_states_from_checkpoint"] = restore
+    resumed = make_trainer(make_config(dro_target_kl=10.0, **{**settings, "num_iterations": 12}))
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    assert resumed._adaptive_beta.target_kl == 10.0
+    assert (resumed._adaptive_beta.target_kl, resumed._adaptive_beta.horizon) == (10.0, 12)
+
+
+def test_a_controller_that_a_checkpoint_lacks_begins_when_it_is_resumed(make_config, tmp_path):
+    settings = {"num_iterations": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    make_trainer(make_config(**settings)).train()
+    resumed = make_trainer(make_config(dro_target_kl=1e-4, **settings))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    saved = json.loads(Path(tmp_path, "run", "checkpoint-8", "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["AdaptiveBeta"] == resumed._adaptive_beta.state()
+    assert resumed._adaptive_beta.beta != 0.5
+
+
+def test_beta_stays_where_no_completion_has_an_advantage(make_config):
+    config = make_config(dro_target_kl=0.01, max_steps=12, num_iterations=4)
+    trainer = make_trainer(config, reward_funcs=lambda completions, **_: [0.0] * len(completions))
+    trainer.train()
+    assert [log["dro/beta"] for log in trainer.state.log_history if "dro/beta" in log] == [0.5] * 12
 
 
 def simulate(beta: float, target: float, steps: int = 400, period: int = 2) -> list[float]:

@@ -82,6 +82,27 @@ BAD = [
         "policy_loss='dro'",
     ),
     ({"dro_huber_delta": 1.0, "policy_loss_kwargs": {"huber_delta": 2.0}}, "huber_delta is given twice", "only"),
+    ({"rollout_is": "token", "rollout_is_threshold": 1e39}, "rollout_is_threshold=1e+39", "32 bits"),
+    ({**RS, "rollout_rs_threshold": [1e39, 0.01]}, "rollout_rs_threshold=[1e+39, 0.01]", "one finite number > 0"),
+    (
+        {
+            "rollout_rs": ["token_k1", "seq_sum_k1"],
+            "rollout_rs_threshold": [2.0, 2.0],
+            "rollout_rs_threshold_lower": [0.5, 3.0],
+        },
+        "rollout_rs_threshold_lower=3.0",
+        "Write `rollout_rs_threshold_lower=[0.5, 0.3333]`",
+    ),
+    ({"rollout_correction_preset": ["decoupled_token_is"]}, "rollout_correction_preset=[", "the name of a preset"),
+    (
+        {"rollout_correction_preset": "decoupled_token_is", "anchor_policy": "sampling"},
+        "rollout_correction_preset='decoupled_token_is'",
+        "count the engine's mismatch twice",
+    ),
+    ({"advantage_baseline": "soft", "advantage_baseline_temperature": 1e39}, "advantage_baseline_temp", "32 bits"),
+    ({"dro_huber_delta": 1e300}, "dro_huber_delta=1e+300", "32 bits"),
+    ({"dro_beta": 1e39}, "dro_beta=1e+39", "a finite number > 0"),
+    ({"policy_loss_kwargs": {"beta": 1e39}, "dro_beta": None}, "policy_loss_kwargs=", "32 bits"),
 ]
 
 
@@ -180,3 +201,73 @@ def test_a_target_that_beta_can_hardly_reach_draws_a_warning():
 def test_sampling_set_in_generation_kwargs_draws_it_too():
     with pytest.warns(UserWarning, match=r"top_p=0\.9 changes the distribution that is sampled from"):
         config(anchor_policy="sampling", generation_kwargs={"top_p": 0.9})
+
+
+def test_bounds_may_be_numbers_of_numpy_or_text_of_yaml():
+    import numpy
+
+    for bounds in ([numpy.float32(2)], numpy.int64(2), ["2.0"], "2e0", [2]):
+        assert config(rollout_rs="token_k2", rollout_rs_threshold=bounds).rollout_rs_threshold == [2.0]
+
+
+REPLACED = [
+    ({"use_vllm": True}, {"rollout_is": "token"}),
+    ({"use_vllm": True}, {"rollout_correction_preset": "decoupled_seq_is_rs"}),
+    ({"use_vllm": True}, {"anchor_policy": "sampling"}),
+    ({"use_vllm": True, "rollout_is": "token"}, {"rollout_is": None}),
+    ({"use_vllm": True, "anchor_policy": "sampling"}, {"anchor_policy": "old"}),
+    ({"rollout_correction_preset": "decoupled_seq_is_rs"}, {"rollout_correction_preset": "decoupled_token_is"}),
+    ({"rollout_correction_preset": "decoupled_seq_is_rs"}, {"rollout_correction_preset": "disabled"}),
+    ({"rollout_correction_preset": "decoupled_seq_is_rs"}, {"rollout_correction_preset": None}),
+    ({"activation_checkpointing": None}, {"gradient_checkpointing": False}),
+]
+
+
+@pytest.mark.parametrize(("settings", "changes"), REPLACED, ids=str)
+def test_what_was_derived_is_derived_anew_for_a_copy(settings, changes):
+    fresh = config(**{**settings, **changes})
+    for copy in (
+        dataclasses.replace(config(**settings), **changes),
+        DROConfig(**{**config(**settings).to_dict(), **changes}),
+    ):
+        assert copy.to_dict() == fresh.to_dict()
+
+
+def test_what_was_given_stays_with_a_copy():
+    kept = dataclasses.replace(config(use_vllm=True, vllm_importance_sampling_correction=False), seed=7)
+    assert kept.vllm_importance_sampling_correction is False
+    with pytest.raises(ValueError, match="vllm_importance_sampling_correction=True is refused"):
+        dataclasses.replace(config(use_vllm=True, vllm_importance_sampling_correction=True), rollout_is="token")
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [{"presence_penalty": 1.0}, {"frequency_penalty": 0.5}, {"suppress_tokens": [3]}, {"logit_bias": {"3": 1.0}}],
+    ids=str,
+)
+def test_penalties_of_the_engine_draw_a_warning(bias):
+    ((name, value),) = bias.items()
+    expected = re.escape(f"generation_kwargs[{name!r}]={value!r} changes the distribution")
+    with pytest.warns(UserWarning, match=expected):
+        config(anchor_policy="sampling", use_vllm=True, generation_kwargs=bias)
+
+
+@pytest.mark.parametrize(
+    "neutral", [{"min_p": 0.0}, {"use_vllm": True, "generation_kwargs": {"presence_penalty": 0.0}}], ids=str
+)
+def test_sampling_that_changes_nothing_draws_no_warning(neutral):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(anchor_policy="sampling", **neutral)
+
+
+@pytest.mark.parametrize(
+    "off", [{"rollout_is": "token"}, {"anchor_policy": "sampling"}, {"vllm_importance_sampling_correction": False}]
+)
+@pytest.mark.parametrize(
+    "idle", [{"vllm_importance_sampling_mode": "token_mask"}, {"vllm_importance_sampling_clip_max": 5.0}], ids=str
+)
+def test_options_of_a_correction_that_is_off_draw_a_warning(off, idle):
+    ((name, _),) = idle.items()
+    with pytest.warns(UserWarning, match=f"{name}=.* has no effect: TRL's correction is off"):
+        config(use_vllm=True, **off, **idle)

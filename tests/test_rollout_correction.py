@@ -259,3 +259,32 @@ def test_presets_are_correct_corrections_and_the_others_say_why():
         assert name not in PRESETS
     with pytest.raises(ValueError, match=r"'decoupled_tokn_is' is not allowed: write one of .*'decoupled_token_is'"):
         preset_fields("decoupled_tokn_is")
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)], ids=str)
+def test_nothing_to_correct_is_no_error(shape):
+    empty, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    for level in ("token", "sequence"):
+        weights, metrics = importance_weights(empty, mask, level=level, threshold=2.0, batch_normalize=True)
+        assert weights.shape == shape
+        assert all(value.isfinite() for value in metrics.values())
+    for statistic in STATISTICS:
+        lower = 0.5 if statistic.endswith("k1") else None
+        kept, metrics = rejection_mask(empty, mask, statistic=statistic, threshold=2.0, threshold_lower=lower)
+        assert kept.shape == shape
+        assert all(value.isfinite() for value in metrics.values())
+    assert all(value.isfinite() for value in mismatch_metrics(empty, empty, mask).values())
+
+
+@pytest.mark.parametrize("threshold", [1e39, 10**400, math.inf, math.nan, 0.0, "2"])
+def test_bounds_beyond_float32_are_refused(threshold):
+    with pytest.raises(ValueError, match=r"threshold=.* is not allowed"):
+        importance_weights(torch.zeros(1, 2), torch.ones(1, 2), level="token", threshold=threshold)
+    with pytest.raises(ValueError, match=r"threshold=.* is not allowed"):
+        rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), statistic="token_k2", threshold=threshold)
+
+
+def test_bounds_of_k1_are_on_the_ratio_of_engine_to_trainer():
+    log_ratio = torch.tensor([[3.0, 0.3]]).log()
+    kept, _ = rejection_mask(log_ratio, torch.ones(1, 2), statistic="token_k1", threshold=4.0, threshold_lower=0.5)
+    assert kept.tolist() == [[0.0, 1.0]]  # 1/3 is below 0.5, 1/0.3 is not above 4

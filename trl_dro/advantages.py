@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 
+# In float32 a smaller one would be 0. The soft value is the maximum long before.
+_LOWEST_TEMPERATURE = 1e-30
+
 BASELINES = ("mean", "leave-one-out", "soft")
 
 
@@ -49,6 +52,7 @@ def group_advantages(
     if baseline == "soft":
         if temperature is None:
             raise ValueError("baseline='soft' needs a temperature > 0: write temperature=0.1.")
+        temperature = torch.as_tensor(temperature).to(groups).clamp(min=_LOWEST_TEMPERATURE)
         # Measured from the best of the group, so that no temperature loses digits.
         gaps = groups - torch.where(valid, groups, -math.inf).amax(dim=1, keepdim=True)
         lost = torch.where(valid, torch.expm1(gaps / temperature), 0.0).sum(dim=1, keepdim=True)

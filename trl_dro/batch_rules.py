@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, cast
 
-from .config_rules import DerivedInt, refusal
+from .config_rules import refusal
 
 
 if TYPE_CHECKING:
@@ -10,15 +10,12 @@ if TYPE_CHECKING:
 
 
 def resolve_batch_geometry(cfg: "DROConfig", world_size: int) -> None:
-    """Check the sizes of batches on `world_size` processes, and let a resolved configuration be built again.
+    """Check the sizes of batches on `world_size` processes.
 
     Raises:
         ValueError: they do not fit together.
     """
     micro_step = cfg.per_device_train_batch_size * world_size
-    for name in ("steps_per_generation", "generation_batch_size"):
-        if isinstance(getattr(cfg, name), DerivedInt):
-            setattr(cfg, name, None)
     if cfg.generation_batch_size is not None:
         _check_generation_batch(cfg, cfg.generation_batch_size, world_size)
         if cfg.steps_per_generation is not None:  # TRL fills in both, then refuses a config that sets both

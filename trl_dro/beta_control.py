@@ -1,11 +1,15 @@
 """Adaptive dro_beta: the penalty that keeps the policy at a chosen distance from its anchor."""
 
 import math
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
+
+
+if TYPE_CHECKING:
+    from .config import DROConfig
 
 
 # The penalty hardly acts below, and nothing moves above; a start outside of it widens the range.
@@ -30,6 +34,8 @@ class AdaptiveBeta(TrainerCallback, ExportableState):
     generation it is 0, so it is averaged for as long as a generated batch is used, and at least 10 steps. Related:
     the adaptive KL coefficient of https://arxiv.org/abs/1909.08593.
 
+    A step without any advantage tells nothing of beta, whatever the distance: it is left out.
+
     Its state is in `trainer_state.json` of every checkpoint, and taken up again from there.
 
     Args:
@@ -43,13 +49,16 @@ class AdaptiveBeta(TrainerCallback, ExportableState):
 
     def __init__(self, beta: float, target_kl: float, steps: int):
         self.beta = beta
-        self.target_kl = target_kl
-        self.steps = steps
-        self.horizon = max(10, steps)
+        self._aim(target_kl, steps)
         self.lowest, self.highest = min(BETA_RANGE[0], beta), max(BETA_RANGE[1], beta)
         # A mean whose weights decay with the horizon, and their sum: the first steps count in full.
         self.kl_sum = 0.0
         self.weight_sum = 0.0
+
+    def _aim(self, target_kl: float, steps: int) -> None:
+        self.target_kl = target_kl
+        self.steps = steps
+        self.horizon = max(10, steps)
 
     @property
     def kl(self) -> float:
@@ -91,9 +100,12 @@ class AdaptiveBeta(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """In a resumed run, go on from where the checkpoint was."""
-        saved = cast(dict, state.stateful_callbacks or {}).get(type(self).__name__)
-        if saved:
-            self.beta = saved["args"]["beta"]
-            for name, value in saved["attributes"].items():
-                setattr(self, name, value)
+        """In a resumed run, go on from where the checkpoint was, towards the target of this run."""
+        config = cast("DROConfig", args)  # transformers may have put a callback with the saved target in place
+        self._aim(cast(float, config.dro_target_kl), math.ceil(config.batch_plan().windows_per_generation))
+        callbacks = cast(dict, state.stateful_callbacks)
+        # One that was not there when the checkpoint was made has no entry, and transformers saves only those that do.
+        saved = callbacks.setdefault(type(self).__name__, self.state())
+        self.beta = saved["args"]["beta"]
+        for name, value in saved["attributes"].items():
+            setattr(self, name, value)

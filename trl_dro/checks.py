@@ -12,6 +12,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from .config import DROConfig
 from .config_rules import MISSING_BETA, refusal, short
+from .off_policy_rules import correcting_field
 
 
 # Names under which the trainer itself passes something to reward functions.
@@ -56,9 +57,9 @@ def check_args(args: Any, *, has_rollout_func: bool) -> DROConfig:
         allowed = "no engine here reports log-probs: it needs use_vllm=True or a rollout_func that returns logprobs"
         if args.anchor_policy == "sampling":
             raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
-        for name in ("rollout_is", "rollout_rs"):
-            if getattr(args, name) is not None:
-                raise refusal(name, getattr(args, name), allowed, f"{name}=None")
+        if args.build_rollout_correction() is not None:
+            name = correcting_field(args)
+            raise refusal(name, getattr(args, name), allowed, f"{name}=None")
     trackers = cast(list[str], args.report_to)  # resolved by transformers
     for name in trackers:
         if name not in (*get_available_reporting_integrations(), *_UNLISTED_TRACKERS):

@@ -218,7 +218,7 @@ def _correction(correction: "RolloutCorrection") -> Iterator[str]:
     for one in correction.rejections:
         low, high = one.threshold_lower, one.threshold
         yield f"rejects {one.statistic} " + (
-            f"above {high:g}" if low is None else f"outside ratios [{low:g}, {high:g}]"
+            f"above {high:g}" if low is None else f"outside engine / trainer ratios [{low:g}, {high:g}]"
         )
 
 

@@ -1,5 +1,6 @@
 """`DROConfig`: TRL's `GRPOConfig` with DRO's knobs, checked whole before a model is loaded."""
 
+import argparse
 import json
 import os
 import warnings
@@ -17,7 +18,6 @@ from .config_rules import (
     LOSS_TYPES,
     MISSING_BETA,
     REPLACED,
-    DerivedInt,
     check_accelerator,
     check_accelerator_names,
     check_booleans,
@@ -29,7 +29,9 @@ from .config_rules import (
     check_report_to,
     check_reward_weights,
     check_scheduler_names,
+    derive,
     field_defaults,
+    forget_derived,
     number_from_text,
     refusal,
 )
@@ -99,7 +101,7 @@ class DROConfig(GRPOConfig):
         rollout_rs_threshold (`list[float]`, *optional*):
             Largest value allowed, one for each statistic.
         rollout_rs_threshold_lower (`list[float]`, *optional*):
-            Smallest ratio allowed, one for each k1 statistic.
+            Smallest ratio engine / trainer allowed, one for each k1 statistic.
         rollout_correction_preset (`str`, *optional*):
             One of verl's presets, such as `"decoupled_token_is"`, in place of the `rollout_*` options.
         advantage_baseline (`str`, *optional*, defaults to `"mean"`):
@@ -114,9 +116,12 @@ class DROConfig(GRPOConfig):
         vllm_importance_sampling_correction (`bool`, *optional*):
             As in TRL; unset, it is off with `anchor_policy="sampling"` and where rollouts are corrected by the options
             above, and on otherwise.
+        derived_fields (`dict`, *optional*):
+            Not to be given: the fields that were not given, with the values found for them. `dataclasses.replace` and
+            `DROConfig(**config.to_dict())` find them anew.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "policy_loss_kwargs"]
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "policy_loss_kwargs", "derived_fields"]
 
     policy_loss: str = field(
         default="dro",
@@ -193,7 +198,8 @@ class DROConfig(GRPOConfig):
         default=None, metadata={"help": "Largest value allowed, one for each statistic of `rollout_rs`."}
     )
     rollout_rs_threshold_lower: list[float] | None = field(
-        default=None, metadata={"help": "Smallest ratio allowed, one for each k1 statistic of `rollout_rs`."}
+        default=None,
+        metadata={"help": "Smallest ratio engine / trainer allowed, one for each k1 statistic of `rollout_rs`."},
     )
     rollout_correction_preset: str | None = field(
         default=None, metadata={"help": "verl's rollout correction preset, such as `decoupled_token_is`."}
@@ -223,8 +229,11 @@ class DROConfig(GRPOConfig):
         },
     )
 
+    derived_fields: dict[str, Any] | str | None = field(default=None, metadata={"help": argparse.SUPPRESS})
+
     def __post_init__(self) -> None:
         self._parse_json_fields()
+        forget_derived(self)
         check_booleans(self, _boolean_fields())
         self._refuse_replaced_knobs()
         check_dro_beta(self.dro_beta)
@@ -246,26 +255,25 @@ class DROConfig(GRPOConfig):
         self._check_unsupported()
         resolve_batch_geometry(self, self.announced_world_size)
         if self.vllm_importance_sampling_correction is None:
-            self.vllm_importance_sampling_correction = not (
-                self.anchor_policy == "sampling" or corrects_rollouts(self)
-            )
+            correct = not (self.anchor_policy == "sampling" or corrects_rollouts(self))
+            derive(self, "vllm_importance_sampling_correction", correct)
         if self.activation_checkpointing and not self.gradient_checkpointing:
             allowed = "activation_checkpointing=True, its new name, says otherwise"
             raise refusal("gradient_checkpointing", False, allowed, "activation_checkpointing=False")
         # transformers calls these two deprecated aliases, yet TRL sets one by default: every config would warn.
         if self.activation_checkpointing is None:
-            self.activation_checkpointing = self.gradient_checkpointing
+            derive(self, "activation_checkpointing", self.gradient_checkpointing)
         if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+            derive(self, "activation_checkpointing_kwargs", self.gradient_checkpointing_kwargs)
         if self.load_best_model_at_end and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"  # transformers' default, the loss, says nothing in RL
+            derive(self, "metric_for_best_model", "reward")  # transformers' default, the loss, says nothing in RL
         derived = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(self, name) is None]
         super().__post_init__()
         check_adaptive_beta(self)
         check_accelerator(cast(AcceleratorConfig, self.accelerator_config))
         check_scheduler_names(self)
         for name in derived:
-            setattr(self, name, DerivedInt(getattr(self, name)))
+            derive(self, name, getattr(self, name))
         for message in config_warnings(self):
             warnings.warn(message, stacklevel=3)
 
@@ -349,6 +357,15 @@ class DROConfig(GRPOConfig):
     def needs_reference(self) -> bool:
         """Whether the reference model is scored: for TRL's KL term, or as the anchor."""
         return self.beta != 0.0 or self.anchor_policy == "reference"
+
+    @property
+    def needs_old_policy(self) -> bool:
+        """Whether the policy that generated is scored by the trainer, where it has moved since."""
+        if self.anchor_policy == "sampling":
+            return False
+        corrected = self.build_rollout_correction() is not None or self.off_policy_mask_threshold is not None
+        bias_corrected = self.beta != 0.0 and self.use_bias_correction_kl
+        return self.anchor_policy == "old" or corrected or bias_corrected
 
     def _parse_json_fields(self) -> None:
         for name, example in DICT_FIELDS.items():

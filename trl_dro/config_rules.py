@@ -8,7 +8,6 @@ from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from typing import Any
 
-import yaml
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -17,6 +16,7 @@ from transformers.training_args import trainer_log_levels
 
 from .advantages import BASELINES
 from .aggregation import LOSS_AGG_MODES
+from .masking import LARGEST
 from .policy_loss import nearest_first
 from .rollout_correction import LEVELS
 
@@ -45,14 +45,6 @@ def is_number(value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-class DerivedInt(int):
-    """A batch size that was computed, not given: `dataclasses.replace` computes it anew for the copy."""
-
-
-for _representer in (yaml.representer.SafeRepresenter, yaml.representer.Representer):
-    _representer.add_representer(DerivedInt, lambda dumper, value: dumper.represent_int(int(value)))
 
 
 class Number:
@@ -261,6 +253,7 @@ ACCELERATOR: dict[str, tuple[str, str]] = {
 # Dict fields, with an example of what to write.
 DICT_FIELDS: dict[str, str] = {
     "policy_loss_kwargs": '{"beta": 0.5}',
+    "derived_fields": "None",
     "generation_kwargs": '{"suppress_tokens": [0]}',
     "model_init_kwargs": '{"dtype": "bfloat16"}',
     "chat_template_kwargs": '{"enable_thinking": false}',
@@ -291,11 +284,26 @@ def field_defaults(config_class: type) -> dict[str, Any]:
 
 def check_dro_beta(value: Any) -> None:
     """Refuse a given dro_beta that is no positive number; whether one is needed is for the objective to say."""
-    if value is not None and not (is_number(value) and value > 0):
+    if value is not None and not (is_number(value) and 0 < value <= LARGEST):
         allowed = (
             "it must be a finite number > 0, a token of advantage A comes to rest where its log-ratio is A / dro_beta"
         )
         raise refusal("dro_beta", value, allowed, "dro_beta=0.5")
+
+
+def derive(config: Any, name: str, value: Any) -> None:
+    """Set a field that was not given, and note that it was not."""
+    setattr(config, name, value)
+    config.derived_fields[name] = value
+
+
+def forget_derived(config: Any) -> None:
+    """Unset what was derived for the configuration that this one was copied from, so that it is derived anew."""
+    defaults = field_defaults(type(config))
+    for name, value in (config.derived_fields or {}).items():
+        if name in defaults and getattr(config, name) == value:  # else the copy was given another value
+            setattr(config, name, defaults[name])
+    config.derived_fields = {}
 
 
 def check_numbers(config: Any) -> None:
@@ -304,6 +312,9 @@ def check_numbers(config: Any) -> None:
         value = getattr(config, name)
         if not rule.accepts(value):
             raise refusal(name, value, f"it must be {rule.allowed}", f"{name}={rule.example}")
+        if value is not None and abs(value) > LARGEST:
+            allowed = f"beyond {LARGEST:g} the arithmetic of 32 bits ends"
+            raise refusal(name, value, allowed, f"{name}={rule.example}")
         if value is not None and not isinstance(value, (int, float)):
             setattr(config, name, int(value) if rule.whole else float(value))
 

@@ -1,7 +1,7 @@
 """What a configuration allows but seldom means: a warning for each, with what to write instead."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from trl import GRPOConfig
 
@@ -13,7 +13,30 @@ if TYPE_CHECKING:
 
 
 # Settings under which tokens are sampled from another distribution than the policy's own.
-_NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+_NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0,),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+}
+
+# Options of vLLM in `generation_kwargs` that do the same, and what leaves the distribution alone.
+_NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "suppress_tokens": (None, []),
+    "min_tokens": (0,),
+}
+
+# Read only where TRL corrects for the mismatch of vLLM.
+_OF_CORRECTION = (
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
+)
 
 
 def config_warnings(cfg: "DROConfig") -> Iterator[str]:
@@ -71,7 +94,13 @@ def _about_biased_sampling(cfg: "DROConfig") -> Iterator[str]:
     biased = [
         f"{name}={getattr(cfg, name)!r}"
         for name, neutral in _NEUTRAL_SAMPLING.items()
-        if getattr(cfg, name) != neutral
+        if getattr(cfg, name) not in neutral
+    ]
+    options = cast(dict[str, Any], cfg.generation_kwargs or {})
+    biased += [
+        f"generation_kwargs[{name!r}]={options[name]!r}"
+        for name, neutral in _NEUTRAL_OPTIONS.items()
+        if name in options and options[name] not in neutral
     ]
     if biased:
         effect = "rollouts are corrected for it" if corrected else "anchor_policy='sampling' anchors to them"
@@ -92,3 +121,7 @@ def _about_idle_options(cfg: "DROConfig") -> Iterator[str]:
         if idle and not getattr(cfg, switch):
             written = ", ".join(f"{name}={getattr(cfg, name)!r}" for name in idle)
             yield f"{written} has no effect without {switch}=True."
+    idle = [name for name in _OF_CORRECTION if getattr(cfg, name) != defaults[name]]
+    if cfg.use_vllm and idle and not cfg.vllm_importance_sampling_correction:
+        written = ", ".join(f"{name}={getattr(cfg, name)!r}" for name in idle)
+        yield f"{written} has no effect: TRL's correction is off (vllm_importance_sampling_correction=False)."

@@ -1,6 +1,8 @@
 """Generation: what is sampled, by which policies it is scored, and what its rewards are compared with."""
 
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,6 +16,7 @@ from .evaluation import EvaluatingTrainer
 from .masking import masked_mean, upcast
 from .models import without_model_sampling
 from .objectives import DRO
+from .off_policy_rules import correcting_field
 from .policy_loss import PolicyLoss
 from .reward_checks import COMPLETION_COLUMN
 from .rollout_correction import RolloutCorrection, mismatch_metrics
@@ -27,6 +30,7 @@ class GeneratingTrainer(EvaluatingTrainer):
     policy_loss: PolicyLoss
     max_positions: int | None = None
     """Positions that the model can tell apart, None if they are not counted."""
+    _unsteered: Mapping[str, Any] = {}
 
     @property
     def _mode(self) -> str:
@@ -78,10 +82,11 @@ class GeneratingTrainer(EvaluatingTrainer):
         scored: dict[str, Any] = {}
         # TRL scores the old policy when generation and optimizer steps are misaligned: make it see them so where
         # correction needs it, and aligned where nothing reads it.
-        if self.args.anchor_policy == "sampling" or self._mode == "eval":
+        if self._mode == "eval" or not self.args.needs_old_policy:
             scored["gradient_accumulation_steps"] = self.args.batch_plan().micro_steps_per_generation
         elif correction is not None:
             scored["steps_per_generation"] = self.args.gradient_accumulation_steps + 1
+        self._unsteered = {name: getattr(self.args, name) for name in scored}
         with temporarily(self.args, **scored), temporarily(self, beta=self.beta or float(self.args.needs_reference)):
             output = super()._generate_and_score_completions(inputs)
         if "sampling_per_token_logps" not in output:
@@ -89,13 +94,19 @@ class GeneratingTrainer(EvaluatingTrainer):
             if self.args.anchor_policy == "sampling":
                 raise refusal("anchor_policy", "sampling", allowed, "anchor_policy='old'")
             if correction is not None and self._mode == "train":
-                field = "rollout_is" if correction.level is not None else "rollout_rs"
+                field = correcting_field(self.args)
                 raise refusal(field, getattr(self.args, field), allowed, f"{field}=None")
         if self.args.advantage_baseline != "mean":
             self._compare_with_baseline(output)
         if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
             self._correct_rollouts(output, correction)
         return output
+
+    @contextmanager
+    def as_configured(self) -> Iterator[None]:
+        """While a rollout function runs, show it the configuration as it was written."""
+        with temporarily(self.args, **self._unsteered), temporarily(self, beta=self.args.beta):
+            yield
 
     def _correct_rollouts(self, output: dict[str, Any], correction: RolloutCorrection | None) -> None:
         """Measure the engine's mismatch over the rows of all ranks; add weights and rejections to the output."""

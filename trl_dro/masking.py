@@ -10,6 +10,9 @@ import torch
 # exp(20) is about 5e8: far outside any trust region, and its square is still finite in float32.
 MAX_LOG_RATIO = 20.0
 
+# Parameters and rewards go no further: float32 ends at 3e38, and they are multiplied and added up.
+LARGEST = 1e30
+
 
 def upcast(values: torch.Tensor) -> torch.Tensor:
     """Raises half precision (and integers) to float32; float32 and float64 stay as they are."""

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .config_rules import field_defaults, is_number, refusal
+from .config_rules import derive, field_defaults, is_number, number_from_text, refusal
+from .masking import LARGEST
 from .policy_loss import canonical_name, nearest_first
 from .rollout_correction import PRESETS, STATISTICS, Rejection, RolloutCorrection, preset_fields
 
@@ -30,15 +31,21 @@ def resolve_correction(config: Any) -> None:
     correction = build_correction(config)
     if correction is None:
         return
-    fields = [name for name in ("rollout_is", "rollout_rs") if getattr(config, name) is not None]
     if config.anchor_policy == "sampling":
+        name = correcting_field(config)
         allowed = "with anchor_policy='sampling' it would count the engine's mismatch twice, it must be None"
-        raise refusal(fields[0], getattr(config, fields[0]), allowed, "anchor_policy='old'")
+        raise refusal(name, getattr(config, name), allowed, "anchor_policy='old'")
     if correction.level is not None and config.vllm_importance_sampling_correction:
         allowed = f"rollout_is={config.rollout_is!r} corrects the same mismatch (allowed: False, None)"
         raise refusal(
             "vllm_importance_sampling_correction", True, allowed, "vllm_importance_sampling_correction=False"
         )
+
+
+def correcting_field(config: Any) -> str:
+    """The field by which a correction was asked for."""
+    names = ("rollout_correction_preset", "rollout_is", "rollout_rs")
+    return next(name for name in names if getattr(config, name) is not None)
 
 
 def corrects_rollouts(config: Any) -> bool:
@@ -75,10 +82,10 @@ def _normalise_lists(config: Any) -> None:
         config.rollout_rs = [part.strip() for name in given for part in name.split(",") if part.strip()]
     for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
         value = getattr(config, name)
-        if is_number(value):
-            setattr(config, name, [value])
-        elif isinstance(value, tuple):
-            setattr(config, name, list(value))
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        values = [number_from_text(item) for item in values]  # YAML reads `1e-2` as text
+        if value is not None and (isinstance(value, (list, tuple)) or is_number(values[0])):
+            setattr(config, name, [float(item) if is_number(item) else item for item in values])
     for name, example in (
         ("rollout_rs", "rollout_rs=['seq_mean_k3']"),
         ("rollout_rs_threshold", "rollout_rs_threshold=[0.01]"),
@@ -93,6 +100,9 @@ def _apply_preset(config: Any) -> None:
     preset = config.rollout_correction_preset
     if preset is None:
         return
+    if not isinstance(preset, str):
+        allowed = "it must be the name of a preset or None"
+        raise refusal("rollout_correction_preset", preset, allowed, "rollout_correction_preset='decoupled_token_is'")
     try:
         fields = preset_fields(preset)
     except ValueError as error:
@@ -101,7 +111,7 @@ def _apply_preset(config: Any) -> None:
         raise refusal("rollout_correction_preset", preset, str(error).rstrip("."), instead) from error
     if preset == "bypass_ppo_clip" and canonical_name(config.policy_loss) != "ppo_clip":
         allowed = "it is anchor_policy='sampling' with policy_loss='ppo_clip'"
-        instead = "anchor_policy='sampling'"
+        instead = "rollout_correction_preset=None` and `anchor_policy='sampling'"
         raise refusal("rollout_correction_preset", preset, allowed, instead)
     defaults = field_defaults(type(config))
     for name in (*CORRECTION_FIELDS, *(("anchor_policy",) if "anchor_policy" in fields else ())):
@@ -111,7 +121,8 @@ def _apply_preset(config: Any) -> None:
             instead = ", ".join(f"{key}={value!r}" for key, value in written.items())
             allowed = f"rollout_correction_preset={preset!r} sets it to {of_preset!r}; write out what the preset sets"
             raise refusal(name, given, allowed, instead)
-        setattr(config, name, list(of_preset) if isinstance(of_preset, list) else of_preset)
+        if given != of_preset:
+            derive(config, name, list(of_preset) if isinstance(of_preset, list) else of_preset)
 
 
 def _refuse_idle_fields(config: Any) -> None:
@@ -142,8 +153,10 @@ def _rejections(config: Any) -> list[Rejection]:
     lower = _lower_bounds(config, statistics)
     for name, low, high in zip(statistics, lower, upper, strict=True):
         if low is not None and low >= high:
+            pairs = [(lo, hi) for lo, hi in zip(lower, upper, strict=True) if lo is not None]
+            fitting = [lo if lo < hi else round(1 / (1 + hi), 4) for lo, hi in pairs]
             allowed = f"of {name} it must be below the upper bound {high!r}"
-            raise refusal("rollout_rs_threshold_lower", low, allowed, f"rollout_rs_threshold_lower={[1 / (1 + high)]}")
+            raise refusal("rollout_rs_threshold_lower", low, allowed, f"rollout_rs_threshold_lower={fitting}")
     return [
         Rejection(statistic=name, threshold=high, threshold_lower=low)
         for name, high, low in zip(statistics, upper, lower, strict=True)
@@ -153,7 +166,7 @@ def _rejections(config: Any) -> list[Rejection]:
 def _bounds(config: Any, field: str, wanted: list[str]) -> list[float]:
     """One number > 0 for each of the wanted statistics."""
     values = getattr(config, field) or []
-    if len(values) != len(wanted) or not all(is_number(value) and value > 0 for value in values):
+    if len(values) != len(wanted) or not all(is_number(value) and 0 < value <= LARGEST for value in values):
         example = [0.5 if field.endswith("_lower") else 2.0 if name.endswith("k1") else 0.01 for name in wanted]
         allowed = f"it must have one finite number > 0 for each of {', '.join(wanted)}"
         raise refusal(field, getattr(config, field), allowed, f"{field}={example}")
@@ -175,8 +188,9 @@ def _lower_bounds(config: Any, statistics: list[str]) -> list[float | None]:
     if not ratios:
         return [None] * len(statistics)
     numbers = given or []
-    if len(numbers) != len(ratios) or not all(is_number(value) and value > 0 for value in numbers):
-        allowed = f"it must have one finite number > 0, the smallest ratio, for each of {', '.join(ratios)}"
+    if len(numbers) != len(ratios) or not all(is_number(value) and 0 < value <= LARGEST for value in numbers):
+        smallest = "the smallest ratio engine / trainer"
+        allowed = f"it must have one finite number > 0, {smallest}, for each of {', '.join(ratios)}"
         raise refusal(field, config.rollout_rs_threshold_lower, allowed, f"{field}={[0.5] * len(ratios)}")
     remaining = iter(numbers)
     return [next(remaining) if name in ratios else None for name in statistics]

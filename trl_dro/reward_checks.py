@@ -13,11 +13,10 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from .config import DROConfig
 from .config_rules import is_number, refusal, short
+from .masking import LARGEST
 
 
-# Rewards become float32, and a group's are added up.
-LARGEST_REWARD = 1e30
-RANGE_HINT = f"Return a finite number of at most {LARGEST_REWARD:g} in size, or None."
+RANGE_HINT = f"Return a finite number of at most {LARGEST:g} in size, or None."
 
 # How long to look for the row that makes a reward function raise.
 SEARCH_SECONDS = 30.0
@@ -257,7 +256,7 @@ class _RewardCall:
                 "return one for each."
             )
         for row, reward in enumerate(rewards):
-            if reward is None or isinstance(reward, bool) or (is_number(reward) and abs(reward) <= LARGEST_REWARD):
+            if reward is None or isinstance(reward, bool) or (is_number(reward) and abs(reward) <= LARGEST):
                 continue
             hint = "Return None where a reward does not apply." if _is_nan(reward) else RANGE_HINT
             raise ValueError(f"{self.where} returned {reward!r} for row {row}. {hint} {self._shown(row)}")

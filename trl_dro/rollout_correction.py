@@ -16,12 +16,13 @@ A log-prob that is NaN or infinite is one the engine could not report: its token
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .masking import MAX_LOG_RATIO, k3_estimate, masked_mean, masked_sum, safe_exp, upcast, zero_masked
+from .masking import LARGEST, MAX_LOG_RATIO, k3_estimate, masked_mean, masked_sum, safe_exp, upcast, zero_masked
 
 
 LEVELS = ("token", "sequence")
@@ -191,6 +192,7 @@ def importance_weights(
     """
     _check_choice("level", level, LEVELS)
     _check_bounds(threshold, threshold_lower)
+    threshold = float(threshold)
     mask = mask.bool()
     log_ratio = _known(log_ratio, mask)
     if level == "sequence":
@@ -221,8 +223,8 @@ def rejection_mask(
         log_ratio: (B, T), trainer minus engine.
         mask: (B, T), true on trained tokens.
         statistic: one of `STATISTICS`.
-        threshold: the largest value allowed; of k1, of exp(k1), which is a ratio.
-        threshold_lower: of k1 only, and there required: the smallest ratio allowed.
+        threshold: the largest value allowed; of k1, of exp(k1), which is the ratio engine / trainer (1 / weight).
+        threshold_lower: of k1 only, and there required: the smallest such ratio allowed.
 
     Returns:
         Mask (B, T) of the dtype given, and metrics of the statistic.
@@ -231,6 +233,7 @@ def rejection_mask(
         ValueError: a parameter is not allowed.
     """
     Rejection(statistic=statistic, threshold=threshold, threshold_lower=threshold_lower)
+    threshold = float(threshold)
     trained = mask.bool()
     log_ratio = _known(log_ratio, trained).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     span, kind = statistic.rsplit("_", 1)
@@ -240,7 +243,7 @@ def rejection_mask(
     elif span == "seq_mean":
         values = masked_mean(values, trained, dim=1, keepdim=True)
     elif span == "seq_max":
-        values = zero_masked(values, trained).amax(dim=1, keepdim=True)  # k2 and k3 are at least 0
+        values = _row_maxima(zero_masked(values, trained)).unsqueeze(1)  # k2 and k3 are at least 0
     high = math.log(threshold) if threshold_lower is not None else threshold
     low = math.log(threshold_lower) if threshold_lower is not None else None
     values = values.expand_as(trained)
@@ -301,6 +304,11 @@ def _largest(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(largest > -math.inf, largest, 0.0)
 
 
+def _row_maxima(values: Tensor) -> Tensor:
+    """The largest of each row of values >= 0, 0 where rows are empty."""
+    return torch.nn.functional.pad(values, (0, 1)).amax(dim=1)
+
+
 def _over_sequences(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over sequences of their means over tokens."""
     return masked_mean(masked_mean(values, mask, dim=1), mask.any(dim=1))
@@ -342,7 +350,7 @@ def _weight_metrics(
     ratio: Tensor, weights: Tensor, mask: Tensor, level: str, high: float, low: float | None
 ) -> dict[str, Tensor]:
     """Of the bounded weights; the shares out of bounds, and the extremes of sequences, of the ratios before."""
-    each, where = (ratio, mask) if level == "token" else (ratio.amax(dim=1), mask.any(dim=1))
+    each, where = (ratio, mask) if level == "token" else (_row_maxima(ratio), mask.any(dim=1))
     of_extremes = weights if level == "token" else ratio
     below = 1.0 / high if low is None else low
     metrics = {
@@ -401,9 +409,11 @@ def _check_bounds(threshold: Any, threshold_lower: Any) -> None:
     for name, value in (("threshold", threshold), ("threshold_lower", threshold_lower)):
         if value is None and name == "threshold_lower":
             continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r} is not allowed: it must be a finite number > 0, such as {name}=2.0.")
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not 0 < value <= LARGEST:
+            raise ValueError(
+                f"{name}={value!r} is not allowed: it must be a number > 0 (at most {LARGEST:g}), such as {name}=2.0."
+            )
     if threshold_lower is not None and threshold_lower >= threshold:
         raise ValueError(
             f"threshold_lower={threshold_lower!r} is not allowed: it must be below threshold={threshold}."

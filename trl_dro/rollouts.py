@@ -99,32 +99,36 @@ def check_completions(source: str, rows: int, completion_ids: Any, logprobs: Any
         logprobs: the log-prob of each of these tokens, or None; None or NaN where there is none.
 
     Returns:
-        The log-probs as lists of one number (or None) for each token. What no log-prob or probability can be, infinite
-        or above 1, counts as none, with a warning.
+        The log-probs as lists of one number (or None) for each token. What no log-prob can be, above 0 or infinite,
+        counts as none, with a warning.
 
     Raises:
-        ValueError: a completion or log-prob is missing or left over, or the log-probs look like probabilities.
+        ValueError: a completion or log-prob is missing or left over, or all log-probs look like probabilities.
     """
     _check_rows(source, "completion_ids", completion_ids, rows)
     if logprobs is None:
         return None
     _check_rows(source, "logprobs", logprobs, rows)
-    checked = []
     for row, (ids, values) in enumerate(zip(completion_ids, logprobs, strict=True)):
         _check_length(source, "logprobs", row, values, len(ids))
-        values = [_single(value) for value in _plain(values)]
+    checked = []
+    logprobs = [[_single(value) for value in _plain(values)] for values in logprobs]
+    numbers = [
+        value for values in logprobs for value in values if isinstance(value, (int, float)) and not math.isnan(value)
+    ]
+    if any(value > TOLERANCE for value in numbers) and all(0.0 <= value <= 1.0 for value in numbers):
+        raise ValueError(
+            f"{source} returned logprobs from {min(numbers)!r} to {max(numbers)!r}, a log-prob is at most 0. Of "
+            "probabilities take the logarithm: `math.log(p)`."
+        )
+    for row, values in enumerate(logprobs):
         for value in values:
             if value is not None and not isinstance(value, (int, float)):
                 raise ValueError(
                     f"{source} returned logprobs with {value!r} in row {row}: each token has one number, the log-prob "
                     "of the token that was sampled (None where there is none)."
                 )
-            if value is not None and TOLERANCE < value <= 1.0:
-                raise ValueError(
-                    f"{source} returned logprobs with {value!r} in row {row}, a log-prob is at most 0. Of "
-                    "probabilities take the logarithm: `math.log(p)`."
-                )
-        broken = {value for value in values if value is not None and (math.isinf(value) or value > 1.0)}
+        broken = {value for value in values if value is not None and (math.isinf(value) or value > TOLERANCE)}
         wrong = broken - {-math.inf}  # that one is how some engines say that they have none
         if wrong:
             warnings.warn(
@@ -132,8 +136,7 @@ def check_completions(source: str, rows: int, completion_ids: Any, logprobs: Any
                 "reported none, see the metric rollout_corr/unscored_fraction.",
                 stacklevel=2,
             )
-        values = [None if value in broken else value for value in values]
-        checked.append(values)
+        checked.append([None if value in broken else value for value in values])
     return checked
 
 
@@ -143,7 +146,9 @@ def checked_rollouts(rollout_func: Callable[..., dict[str, Any]] | None) -> Any:
         return None
 
     def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
-        output = _checked_output(rollout_func(prompts, trainer), len(prompts), trainer.max_positions)
+        with trainer.as_configured():
+            output = rollout_func(prompts, trainer)
+        output = _checked_output(output, len(prompts), trainer.max_positions)
         ids = output["completion_ids"]
         if not all(len(row) for row in ids):
             if output.get("env_mask") is not None:

@@ -446,9 +446,10 @@ class DROTrainer(GeneratingTrainer):
     def _anchor_age(self, inputs: dict[str, Any]) -> int:
         """Optimizer steps between the anchor policy and the one being updated."""
         now = self.state.global_step
+        born = inputs.get("window_born", now)  # when the anchor was scored
         if self.args.anchor_policy != "reference":
-            return now - inputs.get("window_born", now)
-        return now % self.args.ref_model_sync_steps if self.args.sync_ref_model else now
+            return now - born
+        return now - born + born % self.args.ref_model_sync_steps if self.args.sync_ref_model else now
 
     @property
     def _adaptive_beta(self) -> AdaptiveBeta | None:
@@ -466,7 +467,7 @@ class DROTrainer(GeneratingTrainer):
         if self._mode == "train" and adaptive is not None:
             self._metrics["train"]["dro/beta"].append(adaptive.beta)
             total, count = window["sum:dro/kl_k2"], window["count:dro/kl_k2"]
-            if count > 0:
+            if count > 0 and window["sum:dro/advantage_abs"] > 0:
                 adaptive.update((total / count).item())
         if self._mode == "train" and self._entropy_bonus_enabled:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..masking import masked_mean
+from ..masking import LARGEST, masked_mean
 
 
 class Bounds(Protocol):
@@ -49,6 +49,11 @@ def check(loss: object, name: str, allowed: Callable[[Any], bool], what: str, in
     if not number or not allowed(value):
         raise ValueError(
             f"{type(loss).__name__}: {name}={value!r} is not allowed: it must be {what}. Write {instead}."
+        )
+    if abs(value) > LARGEST:
+        raise ValueError(
+            f"{type(loss).__name__}: {name}={value!r} is not allowed: beyond {LARGEST:g} the arithmetic of 32 bits "
+            f"ends. Write {instead}."
         )
 
 
