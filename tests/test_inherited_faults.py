@@ -445,7 +445,7 @@ def test_an_epoch_that_a_callback_cuts_short_is_not_repeated(build, trainer_clas
 def continuous(build, trainer_class, bf16, **kwargs):
     settings = {
         "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": {"num_blocks": 16, "block_size": 32, "max_batch_tokens": 64},
+        "transformers_continuous_batching_config": {"num_blocks": 64, "page_size": 32, "max_batch_tokens": 256},
         "bf16": bf16,
         "max_steps": 1,
         "per_device_eval_batch_size": 8,
@@ -453,13 +453,34 @@ def continuous(build, trainer_class, bf16, **kwargs):
     return build(trainer_class, settings=settings, eval_dataset=prompts(2), **kwargs)
 
 
-def test_continuous_batching_leaves_half_precision_weights_in_trl_and_not_here(build):
-    dtypes = []
-    for trainer_class in (GRPOTrainer, DROTrainer):
-        trainer = continuous(build, trainer_class, bf16=True)
+def test_continuous_batching_casts_the_weights_for_good_in_trl(build):
+    trainer = continuous(build, GRPOTrainer, bf16=True)
+    trainer.train()
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_continuous_batching_generates_and_leaves_the_weights_as_they_are(build, bf16, dtype):
+    trainer = continuous(build, DROTrainer, bf16=bf16, model=tiny_model().to(dtype))
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {dtype}
+    log = trainer.state.log_history[0]
+    assert log["completions/mean_length"] > 3
+    assert log["reward"] > 0
+    assert max((parameter - before[name]).abs().max() for name, parameter in trainer.model.named_parameters()) > 0
+    assert "eval_reward" in trainer.evaluate()
+
+
+def test_continuous_batching_that_fails_ends_the_run_and_says_why(build, monkeypatch):
+    def broken(self, *args, **kwargs):
+        raise RuntimeError("no memory left for the cache")
+
+    trainer = continuous(build, DROTrainer, bf16=False)
+    monkeypatch.setattr(type(trainer.model), "forward", broken)
+    with pytest.raises(RuntimeError, match=r"continuous batching failed for 8 of 8 prompts: no memory left .*log"):
         trainer.train()
-        dtypes.append({parameter.dtype for parameter in trainer.model.parameters()})
-    assert dtypes == [{torch.bfloat16}, {torch.float32}]
 
 
 def test_evaluation_with_continuous_batching_fails_in_trl(build):

@@ -105,6 +105,7 @@ def test_twenty_steps_with_every_anchor_and_correction(make_config, model, ancho
     check_finite(trainer)
     names = set().union(*trainer.state.log_history)
     measured = anchor == "old" or bool(settings)  # else the trainer scores nothing that it could compare
+    assert "rollout_corr/unscored_fraction" in names
     assert ({"rollout_corr/kl", "rollout_corr/chi2_token", "rollout_corr/ppl_ratio"} <= names) == measured
     assert ("rollout_corr/rollout_is_eff_sample_size" in names) == (
         "rollout_is" in str(settings) or "tis" in str(settings)
@@ -205,6 +206,7 @@ POISON = {
     "inf": lambda row, place, value: math.inf if place % 2 else value,
     "1e4": lambda row, place, value: 1e4 if place % 2 else value,
     "-1e4": lambda row, place, value: -1e4 if place % 2 else value,
+    "lowest": lambda row, place, value: torch.finfo(torch.float32).min if place % 2 else value,
     "all nan": lambda row, place, value: math.nan,
 }
 
@@ -213,16 +215,15 @@ POISON = {
 @pytest.mark.parametrize("poison", POISON)
 def test_a_poisoned_engine_leaves_the_weights_finite(make_config, poison, settings):
     trainer = make_trainer(make_config(**settings), rollout_func=engine(poison=POISON[poison]))
-    if poison in ("inf", "1e4"):
+    if poison in ("inf", "1e4", "-1e4", "lowest"):
         with pytest.warns(UserWarning, match="no log-prob"):
             trainer.train()
     else:
         trainer.train()
     assert trainer.state.global_step == 4
     check_finite(trainer)
-    if "rollout_is" in settings and poison != "-1e4":
-        share = trainer.state.log_history[0]["rollout_corr/unscored_fraction"]
-        assert share == 1.0 if poison == "all nan" else 0.2 < share < 0.6
+    share = trainer.state.log_history[0]["rollout_corr/unscored_fraction"]
+    assert share == 1.0 if poison == "all nan" else 0.2 < share < 0.6
 
 
 def test_single_positive_log_probs_do_not_end_a_run(make_config):

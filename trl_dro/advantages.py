@@ -60,7 +60,7 @@ def group_advantages(
     elif baseline in BASELINES:
         advantages = groups - torch.where(valid, groups, 0.0).sum(dim=1, keepdim=True) / count.clamp(min=1)
         if baseline == "leave-one-out":
-            advantages = advantages * (count / (count - 1).clamp(min=1))
+            advantages = advantages * (count.to(groups) / (count - 1).clamp(min=1))
     else:
         raise ValueError(f"baseline={baseline!r} is not allowed: write one of {', '.join(map(repr, BASELINES))}.")
     return torch.where(valid, advantages, 0.0).flatten()

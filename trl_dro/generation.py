@@ -13,8 +13,8 @@ from trl.trainer.utils import nanstd
 from .advantages import group_advantages, total_rewards
 from .config_rules import refusal
 from .evaluation import EvaluatingTrainer
-from .masking import masked_mean, upcast
-from .models import without_model_sampling
+from .masking import upcast
+from .models import checked_batching, without_model_sampling
 from .objectives import DRO
 from .off_policy_rules import correcting_field
 from .policy_loss import PolicyLoss
@@ -63,9 +63,12 @@ class GeneratingTrainer(EvaluatingTrainer):
         check_prompt_ids(prompt_ids, "the prompt", positions)
         training = self.model.training
         # With continuous batching TRL casts the weights to half precision for good, and leaves evaluation mode.
-        precision = {"bf16": False, "fp16": False} if self.use_transformers_continuous_batching else {}
+        batching = self.use_transformers_continuous_batching
+        precision = {"bf16": False, "fp16": False} if batching else {}
+        model = self.accelerator.unwrap_model(self.model_wrapped)
         with (
             temporarily(self.args, **precision),
+            temporarily(model, **(checked_batching(model) if batching else {})),
             temporarily(self.model.generation_config, **without_model_sampling(self.model)),
             temporarily(
                 getattr(self, "generation_config", None),
@@ -98,8 +101,10 @@ class GeneratingTrainer(EvaluatingTrainer):
                 raise refusal(field, getattr(self.args, field), allowed, f"{field}=None")
         if self.args.advantage_baseline != "mean":
             self._compare_with_baseline(output)
-        if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
-            self._correct_rollouts(output, correction)
+        if "sampling_per_token_logps" in output:
+            self._count_unscored(output)
+            if "old_per_token_logps" in output:
+                self._correct_rollouts(output, correction)
         return output
 
     @contextmanager
@@ -107,6 +112,14 @@ class GeneratingTrainer(EvaluatingTrainer):
         """While a rollout function runs, show it the configuration as it was written."""
         with temporarily(self.args, **self._unsteered), temporarily(self, beta=self.args.beta):
             yield
+
+    def _count_unscored(self, output: dict[str, Any]) -> None:
+        """Note the share of the tokens, over all ranks, that the engine reported no log-prob for."""
+        mask = trained_mask(output).bool()
+        unscored = mask & ~output["sampling_per_token_logps"].isfinite()
+        missing, all_tokens = self.accelerator.reduce(torch.stack([unscored.sum(), mask.sum()]), reduction="sum")
+        share = (missing / all_tokens.clamp(min=1)).item()
+        self._metrics[self._mode]["rollout_corr/unscored_fraction"].append(share)
 
     def _correct_rollouts(self, output: dict[str, Any], correction: RolloutCorrection | None) -> None:
         """Measure the engine's mismatch over the rows of all ranks; add weights and rejections to the output."""
@@ -117,7 +130,6 @@ class GeneratingTrainer(EvaluatingTrainer):
         everywhere = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=1))
         old, sampling, trained = everywhere.unbind(dim=-1)
         metrics = mismatch_metrics(old, sampling, trained)
-        metrics["unscored_fraction"] = masked_mean((~sampling.isfinite()).float(), trained)
         if correction is not None:
             weights, kept, of_correction = correction(old - sampling, trained)
             metrics |= of_correction

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import is_peft_model
@@ -174,3 +175,26 @@ def count_positions_from_the_mask(model: nn.Module) -> int | None:
 
     base.register_forward_pre_hook(add_position_ids, with_kwargs=True)
     return getattr(base.config, "max_position_embeddings", None)
+
+
+def checked_batching(model: Any) -> dict[str, Any]:
+    """Attributes of the model under which continuous batching works, or says why it does not.
+
+    Its cache has the precision of the weights, which the keys and values that autocast makes do not fit: the model
+    runs without. And where it fails, in a thread of its own, transformers leaves a line in the log and no completions.
+    """
+    generate_batch = model.generate_batch
+
+    def checked(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = generate_batch(inputs, *args, **kwargs)
+        errors = [output.error for output in outputs.values() if output.error is not None]
+        if errors or len(outputs) < len(inputs):
+            said = errors[0] if errors else "its thread ended"
+            raise RuntimeError(
+                f"transformers' continuous batching failed for {len(inputs) - len(outputs) + len(errors)} of "
+                f"{len(inputs)} prompts: {said}. The log has the traceback. Write "
+                "`use_transformers_continuous_batching=False` to generate without it."
+            )
+        return outputs
+
+    return {"generate_batch": checked, "forward": MethodType(type(model).forward, model)}

@@ -428,6 +428,6 @@ def preset_fields(name: str) -> Mapping[str, Any]:
     """
     if name in REFUSED_PRESETS:
         reason, instead = REFUSED_PRESETS[name]
-        raise ValueError(f"{name!r} is refused: {reason}. Nearest is `{instead}`.")
+        raise ValueError(f"{reason}. Nearest is `{instead}`.")
     _check_choice("rollout_correction_preset", name, tuple(PRESETS))
     return PRESETS[name]

@@ -11,8 +11,10 @@ from torch.utils.data import Sampler
 from .checks import RESERVED_COLUMNS
 
 
-# Log-probs are at most 0, give or take an engine's rounding.
+# Log-probs are at most 0, give or take an engine's rounding. What was sampled has none below the other bound: such
+# numbers stand for "none".
 TOLERANCE = 1e-3
+LOWEST_LOGPROB = -1e3
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -99,8 +101,8 @@ def check_completions(source: str, rows: int, completion_ids: Any, logprobs: Any
         logprobs: the log-prob of each of these tokens, or None; None or NaN where there is none.
 
     Returns:
-        The log-probs as lists of one number (or None) for each token. What no log-prob can be, above 0 or infinite,
-        counts as none, with a warning.
+        The log-probs as lists of one number (or None) for each token. What no log-prob of a sampled token can be,
+        above 0 or below -1000, counts as none, with a warning.
 
     Raises:
         ValueError: a completion or log-prob is missing or left over, or all log-probs look like probabilities.
@@ -128,12 +130,13 @@ def check_completions(source: str, rows: int, completion_ids: Any, logprobs: Any
                     f"{source} returned logprobs with {value!r} in row {row}: each token has one number, the log-prob "
                     "of the token that was sampled (None where there is none)."
                 )
-        broken = {value for value in values if value is not None and (math.isinf(value) or value > TOLERANCE)}
+        given = [value for value in values if value is not None and not math.isnan(value)]
+        broken = {value for value in given if not LOWEST_LOGPROB <= value <= TOLERANCE}
         wrong = broken - {-math.inf}  # that one is how some engines say that they have none
         if wrong:
             warnings.warn(
-                f"{source} returned {min(wrong)!r} in row {row}, which is no log-prob: such tokens count as if it had "
-                "reported none, see the metric rollout_corr/unscored_fraction.",
+                f"{source} returned {min(wrong)!r} in row {row}, which is no log-prob of a sampled token: such tokens "
+                "count as if it had reported none, see the metric rollout_corr/unscored_fraction.",
                 stacklevel=2,
             )
         checked.append([None if value in broken else value for value in values])

@@ -31,14 +31,20 @@ PRIVATE_NAMES = {
 }
 
 
+_OF_CLASS = object()
+
+
 @contextmanager
 def temporarily(target: Any, **values: Any) -> Iterator[None]:
     """Set attributes for the length of a call into TRL, which reads its decisions from them."""
-    before = {name: getattr(target, name) for name in values}
+    before = {name: vars(target).get(name, _OF_CLASS) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(target, name, value)
+            if value is _OF_CLASS:
+                delattr(target, name)
+            else:
+                setattr(target, name, value)
