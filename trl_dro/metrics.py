@@ -97,6 +97,14 @@ class MetricAccumulator:
         _merge(self._closed, window)
         return window
 
+    def state(self) -> dict[str, Tensor]:
+        """What was added since the last flush, between two windows."""
+        return dict(self._closed)
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from where [`state`] was taken."""
+        self._closed = dict(state)
+
     def flush(self) -> dict[str, float]:
         """The metrics since the last flush, as Python floats. Names without a single value are left out."""
         if not self._closed:

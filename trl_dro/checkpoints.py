@@ -1,0 +1,164 @@
+"""Checkpoints: which ones are whole, and the state that transformers does not save.
+
+A checkpoint is whole once `trl_dro_complete.json` is in it, which is written last and lists every other file with its
+size. A run that dies while it writes leaves none, and what was copied or deleted in part does not match the list.
+
+Everything written here is JSON and safetensors; nothing is pickled.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from . import __version__
+
+
+MARKER = "trl_dro_complete.json"
+_STATE = "trl_dro_state"
+_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+
+
+def _files(directory: Path) -> dict[str, int]:
+    """Sizes in bytes of all files of a checkpoint but the marker, by path relative to it."""
+    return {
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not path.name.startswith(MARKER)
+    }
+
+
+def mark_incomplete(directory: str | Path) -> None:
+    """Take the marker off a checkpoint that is about to be written again."""
+    Path(directory, MARKER).unlink(missing_ok=True)
+
+
+def mark_complete(directory: str | Path, *, exact: bool, setup: dict[str, Any]) -> None:
+    """Close a checkpoint after all ranks have written their files.
+
+    Args:
+        directory: the checkpoint.
+        exact: whether a run can go on from it exactly; False where only the model was saved.
+        setup: settings that must be the same when the run goes on.
+    """
+    directory = Path(directory)
+    content = {"version": __version__, "exact": exact, "setup": setup, "files": _files(directory)}
+    # Renamed into place: the marker is there whole or not at all. Ranks that share a disk may each write it.
+    written = directory / f"{MARKER}.{os.getpid()}"
+    with written.open("w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    written.replace(directory / MARKER)
+
+
+def what_is_missing(directory: str | Path) -> str | None:
+    """Why a checkpoint is not whole, None if it is."""
+    directory = Path(directory)
+    try:
+        listed = read_marker(directory)["files"]
+    except FileNotFoundError:
+        return f"{MARKER} is missing, so it was not written to the end"
+    except (ValueError, KeyError, TypeError):
+        return f"{MARKER} cannot be read"
+    present = _files(directory)
+    for name, size in listed.items():
+        if name not in present:
+            return f"{name} is missing"
+        if present[name] != size:
+            return f"{name} has {present[name]} of {size} bytes"
+    return None
+
+
+def read_marker(directory: str | Path) -> dict[str, Any]:
+    """What [`mark_complete`] noted: `version`, `exact`, `setup`, `files`."""
+    return json.loads(Path(directory, MARKER).read_text())
+
+
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run, newest (most optimizer steps) first, whole or not."""
+    found = [
+        (int(match[1]), path) for path in Path(output_dir).glob("*") if (match := _CHECKPOINT.fullmatch(path.name))
+    ]
+    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+
+
+def newest_complete(output_dir: str | Path) -> tuple[str | None, dict[str, str]]:
+    """The newest whole checkpoint.
+
+    Returns:
+        Its path, None without one; and what is missing from each newer one, by path.
+    """
+    torn: dict[str, str] = {}
+    for path in checkpoints_in(output_dir):
+        missing = what_is_missing(path)
+        if missing is None:
+            return str(path), torn
+        torn[str(path)] = missing
+    return None, torn
+
+
+# State of one process
+
+
+def _state_files(directory: str | Path, rank: int) -> tuple[Path, Path]:
+    return Path(directory, f"{_STATE}_{rank}.json"), Path(directory, f"{_STATE}_{rank}.safetensors")
+
+
+def save_state(directory: str | Path, rank: int, state: dict[str, Any]) -> None:
+    """Write the state of one process.
+
+    Args:
+        directory: the checkpoint.
+        rank: index of the process.
+        state: dicts, lists, tuples, tensors, numbers, texts and None, nested.
+
+    Raises:
+        TypeError: something else is in the state.
+    """
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_encode(state, tensors))
+    json_file, tensor_file = _state_files(directory, rank)
+    json_file.write_text(text)
+    save_file(tensors, tensor_file)
+
+
+def load_state(directory: str | Path, rank: int, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What [`save_state`] wrote, tensors on `device`."""
+    json_file, tensor_file = _state_files(directory, rank)
+    tensors = load_file(tensor_file, device=str(device))
+    return _decode(json.loads(json_file.read_text()), tensors)
+
+
+def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        key = str(len(tensors))
+        # Copied: micro-batches are views of one batch, which safetensors refuses to write twice.
+        tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": key}
+    if isinstance(value, dict):
+        return {"dict": [[_encode(key, tensors), _encode(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_encode(item, tensors) for item in value]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} in the state of a checkpoint: only tensors, numbers and texts are saved.")
+
+
+def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
+    items = [_decode(item, tensors) for item in content]
+    return items if kind == "list" else tuple(items)

@@ -1,0 +1,308 @@
+"""Stopping and going on: whole checkpoints, exact resumption, and a clean end on SIGTERM."""
+
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.training_args import TrainingArguments
+from trl import GRPOConfig
+
+from .checkpoints import (
+    load_state,
+    mark_complete,
+    mark_incomplete,
+    newest_complete,
+    read_marker,
+    save_state,
+    what_is_missing,
+)
+from .config import DROConfig
+from .config_rules import refusal
+from .steering import temporarily
+from .windowed import WindowedTrainer
+
+
+# Inherited fields on which the order of prompts, or what was made of them already, depends.
+_INHERITED_SETUP = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_iterations",
+    "num_generations",
+    "seed",
+    "shuffle_dataset",
+    "scale_rewards",
+)
+
+# Fields of this package that may change between a run and its continuation.
+_FREE = {"reward_timeout", "vllm_importance_sampling_correction"}
+
+# What a process that was ended by SIGTERM returns to its shell.
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+
+
+def setup_of(args: DROConfig, train_rows: int | None) -> dict[str, Any]:
+    """What must be the same when a run is resumed: batch geometry, objective, correction, and the order of prompts."""
+    inherited = {field.name for field in fields(GRPOConfig)}
+    own = [field.name for field in fields(DROConfig) if field.name not in inherited | _FREE]
+    setup = {name: getattr(args, name) for name in (*_INHERITED_SETUP, *own)}
+    return {"processes": args.world_size, "train_dataset_rows": train_rows, **setup}
+
+
+def check_setup(saved: dict[str, Any], now: dict[str, Any], checkpoint: str) -> None:
+    """Refuse to go on with another setup than that of the checkpoint.
+
+    Raises:
+        ValueError: something differs; the message lists what.
+    """
+    changed = {name: value for name, value in saved.items() if name in now and now[name] != value}
+    if not changed:
+        return
+    differences = ", ".join(f"{name} was {value!r} and is {now[name]!r}" for name, value in changed.items())
+    raise ValueError(
+        f"resume_from_checkpoint={checkpoint!r} is refused: {differences}. A run goes on as it began. Write what it "
+        f"was, or begin a new run from its weights: `model={checkpoint!r}` (command: model_name_or_path) and "
+        "`resume_from_checkpoint=None`."
+    )
+
+
+def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means: a path, or the newest whole one for `True`.
+
+    Raises:
+        ValueError: there is none, or it is not whole.
+    """
+    if asked is None or str(asked).lower() == "false":
+        return None
+    if str(asked).lower() == "true":
+        newest, torn = newest_complete(str(output_dir))
+        left_out = "".join(f" {path} is left out: {reason}." for path, reason in torn.items())
+        if newest is None:
+            allowed = f"there is no whole checkpoint in output_dir={output_dir!r}.{left_out}".removesuffix(".")
+            raise refusal("resume_from_checkpoint", asked, allowed, "resume_from_checkpoint=None")
+        if torn:
+            warnings.warn(f"Resuming from {newest}.{left_out}", stacklevel=3)
+        return newest
+    if not Path(asked).is_dir():
+        raise refusal("resume_from_checkpoint", asked, "there is no such directory", "resume_from_checkpoint='true'")
+    missing = what_is_missing(asked)
+    if missing is not None:
+        newest, _ = newest_complete(Path(asked).parent)
+        instead = f"resume_from_checkpoint={newest!r}"  # None where there is none
+        raise refusal("resume_from_checkpoint", asked, f"this checkpoint is not whole, {missing}", instead)
+    return str(asked)
+
+
+class _StopCallback(TrainerCallback):
+    """Ends training after an optimizer step, with a checkpoint, once all processes know that one was asked to stop."""
+
+    def __init__(self) -> None:
+        self.agreed = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.agreed:
+            control.should_save, control.should_training_stop = True, True
+            control.should_evaluate = False  # who sends SIGTERM waits for seconds, not for an evaluation
+
+
+@contextmanager
+def _noting_sigterm(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` on the first SIGTERM; the second one ends the process as ever."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, before)
+        print("SIGTERM: a checkpoint follows after this optimizer step.", file=sys.stderr, flush=True)
+        note()
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class ResumableTrainer(WindowedTrainer):
+    """Writes checkpoints from which a run goes on exactly, and ends with one on SIGTERM."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._stop = _StopCallback()
+        self.add_callback(self._stop)
+        self._sigterm = False
+
+    @property
+    def _notes_sigterm(self) -> bool:
+        """Whether SIGTERM leads to a checkpoint. The same on all ranks."""
+        return SaveStrategy(self.args.save_strategy) != SaveStrategy.NO
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, from a whole checkpoint only. On SIGTERM it saves one and exits.
+
+        Raises:
+            ValueError: the checkpoint is not whole, or was made with another setup.
+            SystemExit: with code 143, after SIGTERM.
+        """
+        self._sigterm, self._stop.agreed = False, False
+        checkpoint = self._agreed_checkpoint(resume_from_checkpoint)
+        handled = self._notes_sigterm and threading.current_thread() is threading.main_thread()
+        if not handled:
+            return super().train(checkpoint, *args, **kwargs)
+        with _noting_sigterm(self._note_sigterm):
+            result = super().train(checkpoint, *args, **kwargs)
+        if self._stop.agreed:
+            if self.accelerator.is_main_process:
+                saved = self._checkpoint_dir()
+                print(
+                    f"Stopped by SIGTERM after {self.state.global_step} optimizer steps, all saved in {saved}. Go on "
+                    f"with `resume_from_checkpoint={str(saved)!r}`, or `true` for the newest.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            sys.exit(SIGTERM_EXIT_CODE)
+        return result
+
+    def _note_sigterm(self) -> None:
+        self._sigterm = True
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self._notes_sigterm:  # carried by the reduction of the metrics, to cost no collective of its own
+            asked = torch.tensor(float(self._sigterm), device=self.accelerator.device)
+            self._accumulators["train"].add_mean("_stop", asked)
+        return loss
+
+    def _agree_to_stop(self, window: dict[str, Tensor]) -> None:
+        """Stop after this step if any process was asked to."""
+        if "sum:_stop" in window:
+            self._stop.agreed = window["sum:_stop"].item() > 0
+
+    def _agreed_checkpoint(self, asked: str | bool | None) -> str | None:
+        """What the main process finds, checked against this run, on all ranks."""
+        found: list[Any] = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                found[0] = checkpoint_to_resume(self.args.output_dir, asked)
+            except ValueError as error:
+                found[1] = str(error)
+        broadcast_object_list(found)
+        checkpoint, error = found
+        if error is not None:
+            raise ValueError(error)
+        if checkpoint is not None:
+            check_setup(read_marker(checkpoint)["setup"], self._setup(), checkpoint)
+        return checkpoint
+
+    def _setup(self) -> dict[str, Any]:
+        rows = len(cast(Any, self.train_dataset)) if hasattr(self.train_dataset, "__len__") else None
+        return setup_of(self.args, rows)
+
+    # Saving
+
+    def _checkpoint_dir(self, trial: Any = None) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As in transformers, but nothing old is deleted and nothing pushed before the new checkpoint is whole."""
+        directory = self._checkpoint_dir(trial)
+        exact = not self.args.save_only_model
+        if self.accelerator.is_local_main_process:
+            mark_incomplete(directory)
+        self.accelerator.wait_for_everyone()
+        with temporarily(self.args, save_total_limit=None, push_to_hub=False):
+            super()._save_checkpoint(model, trial)
+        if exact:
+            directory.mkdir(parents=True, exist_ok=True)
+            save_state(directory, self.accelerator.process_index, self._run_state())
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_local_main_process:
+            mark_complete(directory, exact=exact, setup=self._setup())
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(directory))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(directory.parent),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _run_state(self) -> dict[str, Any]:
+        """What this process needs beside model, optimizer, schedule and random numbers, between two windows."""
+        block, _ = self._locate(self._step)
+        unfinished = self._step % self.args.batch_plan().micro_steps_per_generation != 0
+        return {
+            "step": self._step,
+            "block": self._blocks[block] if unfinished else None,
+            "metrics": dict(self._metrics["train"]),
+            "accumulated": self._accumulators["train"].state(),
+            "reference": self._reference_weights() if self._saves_reference else None,
+        }
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
+    def _restore(self, checkpoint: str) -> None:
+        """Take up the state of this process before anything is generated."""
+        inexact = None
+        if not read_marker(checkpoint)["exact"]:
+            inexact = "it was saved with save_only_model=True, so optimizer, schedule and rollouts begin anew"
+        elif self.args.ignore_data_skip:
+            inexact = "ignore_data_skip=True begins the epoch's prompts again, and new rollouts with them"
+        if inexact is not None:
+            warnings.warn(f"Resuming from {checkpoint} is not exact: {inexact}.", stacklevel=2)
+            return
+        state = load_state(checkpoint, self.accelerator.process_index, self.accelerator.device)
+        self._step = state["step"]
+        block, _ = self._locate(self._step)
+        self._blocks = {} if state["block"] is None else {block: state["block"]}
+        for name, values in state["metrics"].items():
+            self._metrics["train"][name] = values
+        self._accumulators["train"].load_state(state["accumulated"])
+        weights = state["reference"]
+        if self._saves_reference:
+            if weights is None:
+                weights = load_state(checkpoint, 0, self.accelerator.device)["reference"]
+            self._set_reference_weights(weights)
+
+    # A reference model that follows the policy (`sync_ref_model`) is part of the state.
+
+    @property
+    def _saves_reference(self) -> bool:
+        return bool(self.args.sync_ref_model) and self.ref_model is not None
+
+    def _reference_weights(self) -> dict[str, Tensor] | None:
+        """What this rank holds of it; None where the first one holds the same."""
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if not sharded and not self.accelerator.is_main_process:
+            return None
+        return {name: _held(parameter) for name, parameter in cast(Any, self.ref_model).named_parameters()}
+
+    @torch.no_grad()
+    def _set_reference_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in cast(Any, self.ref_model).named_parameters():
+            _held(parameter).copy_(weights[name])
+
+
+def _held(parameter: Any) -> Tensor:
+    """What this rank holds of a parameter: its shard under FSDP2 and ZeRO-3, all of it elsewhere."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return getattr(parameter, "ds_tensor", parameter.data)
