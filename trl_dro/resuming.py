@@ -47,7 +47,7 @@ _INHERITED_SETUP = (
 )
 
 # Fields of this package that may change between a run and its continuation.
-_FREE = {"reward_timeout", "vllm_importance_sampling_correction"}
+_FREE = {"derived_fields", "reward_timeout", "vllm_importance_sampling_correction"}
 
 # What a process that was ended by SIGTERM returns to its shell.
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
@@ -84,9 +84,10 @@ def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None) -> st
     Raises:
         ValueError: there is none, or it is not whole.
     """
-    if asked is None or str(asked).lower() == "false":
+    asked = str(asked)
+    if asked.lower() in ("none", "false"):
         return None
-    if str(asked).lower() == "true":
+    if asked.lower() == "true":
         newest, torn = newest_complete(str(output_dir))
         left_out = "".join(f" {path} is left out: {reason}." for path, reason in torn.items())
         if newest is None:
@@ -102,7 +103,7 @@ def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None) -> st
         newest, _ = newest_complete(Path(asked).parent)
         instead = f"resume_from_checkpoint={newest!r}"  # None where there is none
         raise refusal("resume_from_checkpoint", asked, f"this checkpoint is not whole, {missing}", instead)
-    return str(asked)
+    return asked
 
 
 class _StopCallback(TrainerCallback):
@@ -200,9 +201,9 @@ class ResumableTrainer(WindowedTrainer):
             except ValueError as error:
                 found[1] = str(error)
         broadcast_object_list(found)
-        checkpoint, error = found
-        if error is not None:
-            raise ValueError(error)
+        checkpoint, refused = found
+        if refused is not None:
+            raise ValueError(refused)
         if checkpoint is not None:
             check_setup(read_marker(checkpoint)["setup"], self._setup(), checkpoint)
         return checkpoint

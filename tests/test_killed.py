@@ -1,0 +1,241 @@
+"""A run that is killed and resumed ends with the weights of one that was not, bit by bit.
+
+The file is its own child script, `python -m tests.test_killed DIRECTORY`: it imports everything once and forks a
+process for each run, which dies of a signal that nothing can catch.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+
+from trl_dro import DROConfig, DROTrainer, checkpoints, resuming
+
+from .test_trainer import make_trainer
+from .tiny import FAST, prompts, tiny_model
+
+
+ROOT = Path(__file__).parent.parent
+
+# Two generated batches for each epoch, four optimizer steps on each of them, two micro-batches in a step. Dropout, so
+# that every pass uses random numbers; two controllers that remember.
+SETTINGS = {
+    **FAST,
+    "dro_beta": 0.5,
+    "dro_target_kl": 1e-4,
+    "use_adaptive_entropy": True,
+    "entropy_coef": 0.01,
+    "entropy_target": 10.0,
+    "disable_dropout": False,
+    "learning_rate": 1e-2,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_steps": 15,
+    "logging_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "save_total_limit": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 5,
+    "per_device_eval_batch_size": 4,
+}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_call(owner: object, name: str, count: int, *, before: bool) -> None:
+    """Kill this process before or after the call number `count` of a function."""
+    function, calls = getattr(owner, name), []
+
+    def deadly(*args, **kwargs):
+        calls.append(1)
+        if before and len(calls) == count:
+            die()
+        result = function(*args, **kwargs)
+        if not before and len(calls) == count:
+            die()
+        return result
+
+    setattr(owner, name, deadly)
+
+
+class Deadly(TrainerCallback):
+    def __init__(self, event: str, step: int):
+        setattr(self, event, lambda args, state, control, **kwargs: die() if state.global_step == step else None)
+
+
+def half_a_file(tensors: dict, path: Path) -> None:
+    save_file(tensors, path)
+    if "checkpoint-9" in str(path):
+        os.truncate(path, path.stat().st_size // 2)
+        die()
+
+
+def half_rotated(directory: str, **_: object) -> None:
+    os.remove(Path(directory, "optimizer.pt"))
+    die()
+
+
+# Where the process dies, and the step of the newest whole checkpoint by then.
+KILLS: dict[str, tuple[Callable[[DROTrainer], None], int]] = {
+    "generating, first batch of epoch 2": (lambda t: on_call(t, "_generate_single_turn", 5, before=True), 6),
+    "generated, not yet scored": (lambda t: on_call(t, "_calculate_rewards", 5, before=True), 6),
+    "scored, not yet trained on": (lambda t: on_call(t, "_generate_and_score_completions", 5, before=False), 6),
+    "in the middle of a window": (lambda t: on_call(t, "compute_loss", 10, before=False), 3),
+    "before an optimizer step": (lambda t: t.add_callback(Deadly("on_pre_optimizer_step", 5)), 3),
+    "in the middle of a generated batch": (lambda t: t.add_callback(Deadly("on_optimizer_step", 9)), 9),
+    "at its end": (lambda t: t.add_callback(Deadly("on_step_end", 8)), 6),
+    "in the middle of a batch of epoch 2": (lambda t: t.add_callback(Deadly("on_step_end", 14)), 12),
+    "while evaluating": (lambda t: on_call(t, "prediction_step", 3, before=False), 9),
+    "saving, before anything": (lambda t: on_call(t, "_save_checkpoint", 3, before=True), 6),
+    "saving, model written": (lambda t: on_call(t, "save_model", 3, before=False), 6),
+    "saving, optimizer written": (lambda t: on_call(t, "_save_optimizer_and_scheduler", 3, before=False), 6),
+    "saving, random numbers written": (lambda t: on_call(t, "_save_rng_state", 3, before=False), 6),
+    "saving, before the state": (lambda t: on_call(resuming, "save_state", 3, before=True), 6),
+    "saving, half of the state": (lambda t: setattr(checkpoints, "save_file", half_a_file), 6),
+    "saving, before the marker": (lambda t: on_call(resuming, "mark_complete", 3, before=True), 6),
+    "saving, marker half written": (lambda t: on_call(os, "fsync", 3, before=True), 6),
+    "saved, before the oldest is deleted": (lambda t: on_call(resuming, "rotate_checkpoints", 3, before=True), 9),
+    "in the middle of deleting": (lambda t: setattr(shutil, "rmtree", half_rotated), 9),
+}
+
+
+def train(directory: Path, *, kill: Callable[[DROTrainer], None] | None = None, resume: bool = False) -> None:
+    torch.set_num_threads(1)
+    config = DROConfig(output_dir=str(directory / "run"), **SETTINGS)
+    trainer = make_trainer(
+        config,
+        model=tiny_model(attention_dropout=0.1),
+        train_dataset=prompts(8),
+        eval_dataset=prompts(2),
+    )
+    if kill is not None:
+        kill(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    rank = trainer.accelerator.process_index
+    save_file(dict(trainer.model.state_dict()), directory / f"weights_{rank}.safetensors")
+    (directory / f"logs_{rank}.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def forked(task: Callable[[], None], processes: int = 1, port: int = 0) -> list[int]:
+    """Run a task in processes of its own, which form a process group if they are several.
+
+    Returns:
+        Their exit codes, negative for a signal.
+    """
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if processes > 1:
+                    os.environ |= {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(processes),
+                        "LOCAL_WORLD_SIZE": str(processes),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(port),
+                    }
+                task()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = []
+    for child in children:
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if codes[-1] != 0:  # the others wait for it
+            for other in children:
+                if other != child:
+                    with suppress(ProcessLookupError):
+                        os.kill(other, signal.SIGKILL)
+    return codes
+
+
+def main(directory: Path) -> None:
+    whole = directory / "whole"
+    whole.mkdir()
+    assert forked(partial(train, whole)) == [0]
+    results = {}
+    for name, (kill, _) in KILLS.items():
+        run = directory / name.replace(" ", "_")
+        run.mkdir()
+        killed = forked(partial(train, run, kill=kill))
+        newest, torn = checkpoints.newest_complete(run / "run")
+        resumed = forked(partial(train, run, resume=True))
+        results[name] = {"killed": killed, "newest": newest, "torn": torn, "resumed": resumed, "directory": str(run)}
+    (directory / "results.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    directory = tmp_path_factory.mktemp("killed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.test_killed", str(directory)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return {"directory": directory, **json.loads((directory / "results.json").read_text())}
+
+
+def logged(directory: Path, rank: int = 0) -> list[dict]:
+    """What a run logged. Not the clock's numbers, nor the loss, which transformers averages from the resumption on."""
+    left_out = re.compile(r"(.*_)?(step_time|runtime|per_second|total_flos)|loss|train_loss")
+    logs = json.loads((directory / f"logs_{rank}.json").read_text())
+    return [
+        {name: value for name, value in log.items() if not name.endswith(left_out) or name == "policy_loss"}
+        for log in logs
+    ]
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(results, name):
+    result = results[name]
+    assert result["killed"] == [-signal.SIGKILL]
+    assert result["newest"].endswith(f"checkpoint-{KILLS[name][1]}")
+    assert result["resumed"] == [0]
+    whole, run = results["directory"] / "whole", Path(result["directory"])
+    expected = (whole / "weights_0.safetensors").read_bytes()
+    assert (run / "weights_0.safetensors").read_bytes() == expected
+    assert logged(run) == logged(whole)
+
+
+def test_kills_while_saving_leave_a_torn_checkpoint(results):
+    torn = {name: list(results[name]["torn"].values()) for name in KILLS}
+    for name, reasons in torn.items():
+        begun = name.startswith("saving, ") and name != "saving, before anything"
+        assert (len(reasons) == 1) == begun, (name, reasons)
+        assert all("was not written to the end" in reason for reason in reasons)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
