@@ -209,7 +209,7 @@ def results(tmp_path_factory) -> dict:
 
 def logged(directory: Path, rank: int = 0) -> list[dict]:
     """What a run logged. Not the clock's numbers, nor the loss, which transformers averages from the resumption on."""
-    left_out = re.compile(r"(.*_)?(step_time|runtime|per_second|total_flos)|loss|train_loss")
+    left_out = re.compile(r".*(step_time|runtime|per_second|total_flos)|loss|train_loss")
     logs = json.loads((directory / f"logs_{rank}.json").read_text())
     return [
         {name: value for name, value in log.items() if not name.endswith(left_out) or name == "policy_loss"}
