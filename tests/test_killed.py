@@ -212,7 +212,7 @@ def logged(directory: Path, rank: int = 0) -> list[dict]:
     left_out = re.compile(r".*(step_time|runtime|per_second|total_flos)|loss|train_loss")
     logs = json.loads((directory / f"logs_{rank}.json").read_text())
     return [
-        {name: value for name, value in log.items() if not name.endswith(left_out) or name == "policy_loss"}
+        {name: value for name, value in log.items() if not left_out.fullmatch(name)}
         for log in logs
     ]
 
