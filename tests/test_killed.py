@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -61,25 +62,25 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def on_call(owner: object, name: str, count: int, *, before: bool) -> None:
+def on_call(owner: object, name: str, count: int, *, before: bool = True, act: Callable[[], None] = die) -> None:
     """Kill this process before or after the call number `count` of a function."""
     function, calls = getattr(owner, name), []
 
     def deadly(*args, **kwargs):
         calls.append(1)
         if before and len(calls) == count:
-            die()
+            act()
         result = function(*args, **kwargs)
         if not before and len(calls) == count:
-            die()
+            act()
         return result
 
     setattr(owner, name, deadly)
 
 
 class Deadly(TrainerCallback):
-    def __init__(self, event: str, step: int):
-        setattr(self, event, lambda args, state, control, **kwargs: die() if state.global_step == step else None)
+    def __init__(self, event: str, step: int, act: Callable[[], None] = die):
+        setattr(self, event, lambda args, state, control, **kwargs: act() if state.global_step == step else None)
 
 
 def half_a_file(tensors: dict, path: Path) -> None:
@@ -96,8 +97,8 @@ def half_rotated(directory: str, **_: object) -> None:
 
 # Where the process dies, and the step of the newest whole checkpoint by then.
 KILLS: dict[str, tuple[Callable[[DROTrainer], None], int]] = {
-    "generating, first batch of epoch 2": (lambda t: on_call(t, "_generate_single_turn", 5, before=True), 6),
-    "generated, not yet scored": (lambda t: on_call(t, "_calculate_rewards", 5, before=True), 6),
+    "generating, first batch of epoch 2": (lambda t: on_call(t, "_generate_single_turn", 5), 6),
+    "generated, not yet scored": (lambda t: on_call(t, "_calculate_rewards", 5), 6),
     "scored, not yet trained on": (lambda t: on_call(t, "_generate_and_score_completions", 5, before=False), 6),
     "in the middle of a window": (lambda t: on_call(t, "compute_loss", 10, before=False), 3),
     "before an optimizer step": (lambda t: t.add_callback(Deadly("on_pre_optimizer_step", 5)), 3),
@@ -105,22 +106,54 @@ KILLS: dict[str, tuple[Callable[[DROTrainer], None], int]] = {
     "at its end": (lambda t: t.add_callback(Deadly("on_step_end", 8)), 6),
     "in the middle of a batch of epoch 2": (lambda t: t.add_callback(Deadly("on_step_end", 14)), 12),
     "while evaluating": (lambda t: on_call(t, "prediction_step", 3, before=False), 9),
-    "saving, before anything": (lambda t: on_call(t, "_save_checkpoint", 3, before=True), 6),
+    "saving, before anything": (lambda t: on_call(t, "_save_checkpoint", 3), 6),
     "saving, model written": (lambda t: on_call(t, "save_model", 3, before=False), 6),
     "saving, optimizer written": (lambda t: on_call(t, "_save_optimizer_and_scheduler", 3, before=False), 6),
     "saving, random numbers written": (lambda t: on_call(t, "_save_rng_state", 3, before=False), 6),
-    "saving, before the state": (lambda t: on_call(resuming, "save_state", 3, before=True), 6),
+    "saving, before the state": (lambda t: on_call(resuming, "save_state", 3), 6),
     "saving, half of the state": (lambda t: setattr(checkpoints, "save_file", half_a_file), 6),
-    "saving, before the marker": (lambda t: on_call(resuming, "mark_complete", 3, before=True), 6),
-    "saving, marker half written": (lambda t: on_call(os, "fsync", 3, before=True), 6),
-    "saved, before the oldest is deleted": (lambda t: on_call(resuming, "rotate_checkpoints", 3, before=True), 9),
+    "saving, before the marker": (lambda t: on_call(resuming, "mark_complete", 3), 6),
+    "saving, marker half written": (lambda t: on_call(os, "fsync", 3), 6),
+    "saved, before the oldest is deleted": (lambda t: on_call(resuming, "rotate_checkpoints", 3), 9),
     "in the middle of deleting": (lambda t: setattr(shutil, "rmtree", half_rotated), 9),
+}
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def on_rank(rank: int, kill: Callable[[DROTrainer], None]) -> Callable[[DROTrainer], None]:
+    return lambda trainer: kill(trainer) if trainer.accelerator.process_index == rank else None
+
+
+# SIGTERM instead, and the step after which it ends the run.
+STOPS: dict[str, tuple[Callable[[DROTrainer], None], int]] = {
+    "asked to stop while generating": (
+        lambda t: on_call(t, "_generate_single_turn", 2, before=True, act=terminate),
+        5,
+    ),
+    "asked to stop in a window": (lambda t: on_call(t, "compute_loss", 3, before=True, act=terminate), 2),
+    "asked to stop while saving": (lambda t: on_call(resuming, "save_state", 1, before=True, act=terminate), 4),
+    "asked to stop between steps": (lambda t: t.add_callback(Deadly("on_step_end", 6, terminate)), 7),
+}
+
+# Of two processes, one is hit.
+OF_TWO: dict[str, tuple[Callable[[DROTrainer], None], int]] = {
+    "the first while generating": (on_rank(0, KILLS["generating, first batch of epoch 2"][0]), 6),
+    "the second in a window": (on_rank(1, KILLS["in the middle of a window"][0]), 3),
+    "the first in a generated batch": (on_rank(0, KILLS["in the middle of a generated batch"][0]), 9),
+    "the second before its state": (on_rank(1, KILLS["saving, before the state"][0]), 6),
+    "the first before the marker": (on_rank(0, KILLS["saving, before the marker"][0]), 6),
+    "the second asked to stop": (on_rank(1, STOPS["asked to stop in a window"][0]), 2),
 }
 
 
 def train(directory: Path, *, kill: Callable[[DROTrainer], None] | None = None, resume: bool = False) -> None:
     torch.set_num_threads(1)
-    config = DROConfig(output_dir=str(directory / "run"), **SETTINGS)
+    rows = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    settings = {**SETTINGS, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    config = DROConfig(output_dir=str(directory / "run"), **settings)
     trainer = make_trainer(
         config,
         model=tiny_model(attention_dropout=0.1),
@@ -135,12 +168,15 @@ def train(directory: Path, *, kill: Callable[[DROTrainer], None] | None = None, 
     (directory / f"logs_{rank}.json").write_text(json.dumps(trainer.state.log_history))
 
 
-def forked(task: Callable[[], None], processes: int = 1, port: int = 0) -> list[int]:
+def forked(task: Callable[[], None], processes: int) -> list[int]:
     """Run a task in processes of its own, which form a process group if they are several.
 
     Returns:
         Their exit codes, negative for a signal.
     """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     children = []
     for rank in range(processes):
         child = os.fork()
@@ -158,6 +194,8 @@ def forked(task: Callable[[], None], processes: int = 1, port: int = 0) -> list[
                     }
                 task()
                 code = 0
+            except SystemExit as ended:
+                code = ended.code
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -177,17 +215,18 @@ def forked(task: Callable[[], None], processes: int = 1, port: int = 0) -> list[
 
 
 def main(directory: Path) -> None:
-    whole = directory / "whole"
-    whole.mkdir()
-    assert forked(partial(train, whole)) == [0]
     results = {}
-    for name, (kill, _) in KILLS.items():
-        run = directory / name.replace(" ", "_")
-        run.mkdir()
-        killed = forked(partial(train, run, kill=kill))
-        newest, torn = checkpoints.newest_complete(run / "run")
-        resumed = forked(partial(train, run, resume=True))
-        results[name] = {"killed": killed, "newest": newest, "torn": torn, "resumed": resumed, "directory": str(run)}
+    for processes, kills in ((1, KILLS | STOPS), (2, OF_TWO)):
+        whole = directory / f"whole_{processes}"
+        whole.mkdir()
+        assert forked(partial(train, whole), processes) == [0] * processes
+        for name, (kill, _) in kills.items():
+            run = directory / name.replace(" ", "_")
+            run.mkdir()
+            killed = forked(partial(train, run, kill=kill), processes)
+            newest, torn = checkpoints.newest_complete(run / "run")
+            resumed = forked(partial(train, run, resume=True), processes)
+            results[name] = {"killed": killed, "newest": newest, "torn": torn, "resumed": resumed, "run": str(run)}
     (directory / "results.json").write_text(json.dumps(results))
 
 
@@ -211,22 +250,39 @@ def logged(directory: Path, rank: int = 0) -> list[dict]:
     """What a run logged. Not the clock's numbers, nor the loss, which transformers averages from the resumption on."""
     left_out = re.compile(r".*(step_time|runtime|per_second|total_flos)|loss|train_loss")
     logs = json.loads((directory / f"logs_{rank}.json").read_text())
-    return [
-        {name: value for name, value in log.items() if not left_out.fullmatch(name)}
-        for log in logs
-    ]
+    return [{name: value for name, value in log.items() if not left_out.fullmatch(name)} for log in logs]
+
+
+def ended_as_if_whole(results: dict, name: str, step: int, processes: int) -> list[int]:
+    """Check that the resumed run equals one that was not stopped; how the stopped one ended."""
+    result = results[name]
+    assert result["newest"].endswith(f"checkpoint-{step}")
+    assert result["resumed"] == [0] * processes
+    whole, run = results["directory"] / f"whole_{processes}", Path(result["run"])
+    for rank in range(processes):
+        weights = f"weights_{rank}.safetensors"
+        assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+        assert logged(run, rank) == logged(whole, rank)
+    return result["killed"]
 
 
 @pytest.mark.parametrize("name", KILLS)
 def test_a_killed_run_ends_as_if_it_had_not_been_killed(results, name):
-    result = results[name]
-    assert result["killed"] == [-signal.SIGKILL]
-    assert result["newest"].endswith(f"checkpoint-{KILLS[name][1]}")
-    assert result["resumed"] == [0]
-    whole, run = results["directory"] / "whole", Path(result["directory"])
-    expected = (whole / "weights_0.safetensors").read_bytes()
-    assert (run / "weights_0.safetensors").read_bytes() == expected
-    assert logged(run) == logged(whole)
+    assert ended_as_if_whole(results, name, KILLS[name][1], 1) == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_is_asked_to_stop_saves_and_can_go_on(results, name):
+    assert ended_as_if_whole(results, name, STOPS[name][1], 1) == [resuming.SIGTERM_EXIT_CODE]
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_two_processes_go_on_from_where_one_of_them_was_hit(results, name):
+    codes = ended_as_if_whole(results, name, OF_TWO[name][1], 2)
+    if name.endswith("asked to stop"):
+        assert codes == [resuming.SIGTERM_EXIT_CODE] * 2
+    else:
+        assert codes[int(name.startswith("the second"))] == -signal.SIGKILL
 
 
 def test_kills_while_saving_leave_a_torn_checkpoint(results):

@@ -110,6 +110,9 @@ class DROConfig(GRPOConfig):
         advantage_baseline_temperature (`float`, *optional*):
             Temperature of `"soft"`, in units of reward. Defaults to what `dro_beta` is at sequence level: `dro_beta`
             divided, at token level, by the mean length of the completions.
+        reward_timeout (`float`, *optional*):
+            Seconds that a call of a reward function may take; one that takes longer ends the run, on all processes.
+            The function then runs in a thread of its own, where `signal` does not work. Unset, there is no limit.
         scale_rewards (`str` or `bool`, *optional*, defaults to `"none"`):
             As in TRL, whose default is `"group"`. Dividing by each group's standard deviation would give every prompt
             an effective `dro_beta` of its own.
@@ -211,6 +214,10 @@ class DROConfig(GRPOConfig):
     advantage_baseline_temperature: float | None = field(
         default=None,
         metadata={"help": "Temperature of `advantage_baseline='soft'`. Defaults to dro_beta at sequence level."},
+    )
+
+    reward_timeout: float | None = field(
+        default=None, metadata={"help": "Seconds that a call of a reward function may take before the run is ended."}
     )
 
     # Defaults that differ from GRPOConfig's

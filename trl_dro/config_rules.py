@@ -132,6 +132,7 @@ NUMBERS: dict[str, Number] = {
     "rollout_is_threshold": _above(0, 2.0),
     "rollout_is_threshold_lower": _above(0, 0.5, optional=True),
     "advantage_baseline_temperature": _above(0, 0.1, optional=True),
+    "reward_timeout": _above(0, 60.0, optional=True),
     "ref_model_mixup_alpha": _within(0, 1, 0.6),
     "ref_model_sync_steps": _whole(1, 512),
     "router_aux_loss_coef": _at_least(0, 0.001, optional=True),

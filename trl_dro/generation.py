@@ -13,6 +13,7 @@ from trl.trainer.utils import nanstd
 from .advantages import group_advantages, total_rewards
 from .config_rules import refusal
 from .evaluation import EvaluatingTrainer
+from .failures import RewardFailures
 from .masking import upcast
 from .models import checked_batching, without_model_sampling
 from .objectives import DRO
@@ -45,7 +46,10 @@ class GeneratingTrainer(EvaluatingTrainer):
         """With the dataset's column 'completion'. What reward models give, which no wrapper has seen, is checked."""
         # TRL passes every column but this one.
         inputs = [{**row, COMPLETION_COLUMN: row["completion"]} if "completion" in row else row for row in inputs]
-        rewards = super()._calculate_rewards(inputs, *args, **kwargs)
+        failures = RewardFailures(self.accelerator)
+        with temporarily(self, reward_funcs=[failures.held(reward) for reward in self.reward_funcs]):
+            rewards = super()._calculate_rewards(inputs, *args, **kwargs)
+        failures.raise_together()
         self._rewards_per_func = rewards
         models = torch.tensor([isinstance(reward, nn.Module) for reward in self.reward_funcs], device=rewards.device)
         bad = rewards.isinf() | (rewards.isnan() & models)  # NaN of a function is a reward that does not apply

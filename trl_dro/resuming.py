@@ -220,6 +220,23 @@ class ResumableTrainer(WindowedTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As in transformers, but nothing old is deleted and nothing pushed before the new checkpoint is whole."""
         directory = self._checkpoint_dir(trial)
+        try:
+            self._write_checkpoint(model, trial, directory)
+        except Exception as error:
+            newest, _ = newest_complete(directory.parent)
+            error.add_note(f"{directory} could not be written. The newest whole checkpoint is {newest}.")
+            raise
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(directory))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(directory.parent),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _write_checkpoint(self, model: Any, trial: Any, directory: Path) -> None:
         exact = not self.args.save_only_model
         if self.accelerator.is_local_main_process:
             mark_incomplete(directory)
@@ -233,15 +250,6 @@ class ResumableTrainer(WindowedTrainer):
         if self.accelerator.is_local_main_process:
             mark_complete(directory, exact=exact, setup=self._setup())
         self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(directory))
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(directory.parent),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
 
     def _run_state(self) -> dict[str, Any]:
         """What this process needs beside model, optimizer, schedule and random numbers, between two windows."""

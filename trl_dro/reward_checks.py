@@ -1,11 +1,14 @@
 """What reward functions return and log is checked, with the row and the step it comes from."""
 
+import asyncio
 import functools
 import inspect
 import math
+import queue
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from torch import nn
@@ -77,7 +80,7 @@ def checked_rewards(
     functions = [index for index, reward in enumerate(rewards) if _is_function(reward)]
     names = distinct_names([get_callable_name(rewards[index]) for index in functions])
     for index, name in zip(functions, names, strict=True):
-        rewards[index] = checked_reward(rewards[index], name)
+        rewards[index] = checked_reward(rewards[index], name, args.reward_timeout)
     return rewards
 
 
@@ -102,8 +105,8 @@ def reward_names(names: list[str], reward_funcs: list[Any]) -> list[str]:
     return distinct_names([name or type(reward).__name__ for name, reward in zip(names, reward_funcs, strict=True)])
 
 
-def checked_reward(reward_func: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function, called `name`, with what it returns and logs checked."""
+def checked_reward(reward_func: Callable[..., Any], name: str, timeout: float | None = None) -> Callable[..., Any]:
+    """The function, called `name`, with what it returns and logs checked, and at most `timeout` seconds for a call."""
     takes_completion = _takes(reward_func, "completion")
 
     if is_async_callable(reward_func):
@@ -111,9 +114,11 @@ def checked_reward(reward_func: Callable[..., Any], name: str) -> Callable[..., 
         async def checked_async(**kwargs: Any) -> list[float | None]:
             call = _RewardCall(name, kwargs, takes_completion)
             try:
-                rewards = _listed(await reward_func(**call.kwargs))
+                rewards = _listed(await _within_async(timeout, reward_func(**call.kwargs)))
             except _BadLog:
                 raise
+            except _TooSlow:
+                raise call.too_slow(timeout) from None
             except Exception as error:
                 for row, alone in call.rows_alone():
                     try:
@@ -131,9 +136,11 @@ def checked_reward(reward_func: Callable[..., Any], name: str) -> Callable[..., 
         def checked(**kwargs: Any) -> list[float | None]:
             call = _RewardCall(name, kwargs, takes_completion)
             try:
-                rewards = _listed(reward_func(**call.kwargs))
+                rewards = _within(timeout, lambda: _listed(reward_func(**call.kwargs)))
             except _BadLog:
                 raise
+            except _TooSlow:
+                raise call.too_slow(timeout) from None
             except Exception as error:
                 for row, alone in call.rows_alone():
                     try:
@@ -162,6 +169,46 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 def _listed(rewards: Any) -> Any:
     """A generator's values, so that what it raises is raised here; anything else as it is."""
     return list(rewards) if isinstance(rewards, Iterator) else rewards
+
+
+class _TooSlow(Exception):
+    pass
+
+
+def _within(timeout: float | None, function: Callable[[], Any]) -> Any:
+    """What the function returns or raises. A call that takes longer goes on in its thread, which nothing waits for.
+
+    Raises:
+        _TooSlow: it takes longer than `timeout` seconds.
+    """
+    if timeout is None:
+        return function()
+    results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((function(), None))
+        except Exception as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        value, error = results.get(timeout=timeout)
+    except queue.Empty:
+        raise _TooSlow from None
+    if error is not None:
+        raise error
+    return value
+
+
+async def _within_async(timeout: float | None, call: Awaitable[Any]) -> Any:
+    """The same for a coroutine, which is cancelled."""
+    task = asyncio.ensure_future(call)
+    done, _ = await asyncio.wait({task}, timeout=timeout)
+    if not done:
+        task.cancel()
+        raise _TooSlow
+    return task.result()
 
 
 class _BadLog(ValueError):
@@ -228,6 +275,13 @@ class _RewardCall:
                 for name, value in self.kwargs.items()
             }
             yield row, {**columns, **silent}
+
+    def too_slow(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(
+            f"{self.where} did not return within reward_timeout={timeout:g} seconds for {len(self.completions)} "
+            "completions. Let it give up by itself and return None, or write a larger `reward_timeout`. "
+            f"{self._shown(0)}"
+        )
 
     def note(self, error: Exception) -> None:
         """Add to what the function raised: which function, at which step, and for which row."""

@@ -15,7 +15,6 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from transformers.trainer_utils import get_last_checkpoint
 from trl import DatasetMixtureConfig, ModelConfig
 
 from .config import DROConfig
@@ -127,12 +126,13 @@ def _build(
 
     from .callbacks import use_compact_progress
     from .checks import check_args
+    from .resuming import checkpoint_to_resume
     from .rewards import load_reward
     from .trainer import DROTrainer
 
     check_args(config, has_rollout_func=False)
     _check_machine(config)
-    checkpoint = _checkpoint_to_resume(config)
+    checkpoint = checkpoint_to_resume(config.output_dir, config.resume_from_checkpoint)
     # transformers warns of names that TRL uses at every generation; nobody here can act on it.
     warnings.filterwarnings("ignore", message=r"`\w*gradient_checkpointing\w*` is deprecated", category=FutureWarning)
     if config.disable_tqdm:
@@ -154,23 +154,6 @@ def _build(
     )
     use_compact_progress(trainer)
     return checkpoint, trainer
-
-
-def _checkpoint_to_resume(config: DROConfig) -> str | None:
-    """The directory that `resume_from_checkpoint` means: a path, or the newest one in `output_dir` for `true`."""
-    asked = config.resume_from_checkpoint
-    if asked is None or str(asked).lower() == "false":
-        return None
-    if str(asked).lower() == "true":
-        newest = get_last_checkpoint(config.output_dir)
-        if newest is None:
-            allowed = f"there is no checkpoint in output_dir={config.output_dir!r}"
-            raise refusal("resume_from_checkpoint", asked, allowed, "resume_from_checkpoint=None")
-        return newest
-    if not os.path.isdir(asked):
-        allowed = "there is no such directory"
-        raise refusal("resume_from_checkpoint", asked, allowed, "resume_from_checkpoint='true'")
-    return asked
 
 
 def _check_machine(config: DROConfig) -> None:

@@ -169,7 +169,9 @@ class DROTrainer(ResumableTrainer):
         self.reward_func_names[:] = reward_names(self.reward_func_names, self.reward_funcs)
         for index in range(checked, len(self.reward_funcs)):
             of_environment = cast(Callable, self.reward_funcs[index])
-            self.reward_funcs[index] = checked_reward(of_environment, self.reward_func_names[index])
+            self.reward_funcs[index] = checked_reward(
+                of_environment, self.reward_func_names[index], args.reward_timeout
+            )
         if generates:
             warn_of_model_sampling(self.model, self.generation_config)
         self.beta = args.beta

@@ -1,0 +1,75 @@
+"""Errors of reward functions on one process of several: told to all, so that none waits for one that has ended."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+from trl.trainer.utils import is_async_callable
+
+
+# Time for the process that failed to print its traceback, before the launcher sees another one end and ends it too.
+_SECONDS_TO_REPORT = 5.0
+
+
+class RewardFailures:
+    """What reward functions raise in one call for rewards, held until all processes meet.
+
+    Args:
+        accelerator: of the trainer.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.error: Exception | None = None
+
+    def held(self, reward_func: Any) -> Any:
+        """The reward function, which gives zeros where it fails. A model, and that of a single process, as it is."""
+        if self.accelerator.num_processes == 1 or isinstance(reward_func, nn.Module):
+            return reward_func
+        return _holding_async(reward_func, self) if is_async_callable(reward_func) else _holding(reward_func, self)
+
+    def hold(self, error: Exception, rows: int) -> list[float]:
+        self.error = self.error or error
+        return [0.0] * rows
+
+    def raise_together(self) -> None:
+        """End all processes if any failed: the first of those with its error, the others quietly.
+
+        Raises:
+            Exception: what the reward function raised, on the first process where one did.
+            SystemExit: on the others.
+        """
+        if self.accelerator.num_processes == 1:
+            return
+        failed = [rank for rank, ended in enumerate(gather_object([self.error is not None])) if ended]
+        if not failed:
+            return
+        if self.error is not None and self.accelerator.process_index == failed[0]:
+            self.error.add_note(f"On process {failed[0]} of {self.accelerator.num_processes}; it ends them all.")
+            raise self.error
+        time.sleep(_SECONDS_TO_REPORT)
+        sys.exit(1)
+
+
+def _holding(reward_func: Callable[..., Any], failures: RewardFailures) -> Callable[..., Any]:
+    def call(**kwargs: Any) -> Any:
+        try:
+            return reward_func(**kwargs)
+        except Exception as error:
+            return failures.hold(error, len(kwargs["completions"]))
+
+    return call
+
+
+def _holding_async(reward_func: Callable[..., Any], failures: RewardFailures) -> Callable[..., Any]:
+    async def call(**kwargs: Any) -> Any:
+        try:
+            return await reward_func(**kwargs)
+        except Exception as error:
+            return failures.hold(error, len(kwargs["completions"]))
+
+    return call
