@@ -9,12 +9,8 @@ import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +21,10 @@ from transformers import TrainerCallback
 
 from trl_dro import DROConfig, DROTrainer, checkpoints, resuming
 
+from .forks import forked, run_module
 from .test_trainer import make_trainer
 from .tiny import FAST, prompts, tiny_model
 
-
-ROOT = Path(__file__).parent.parent
 
 # Two generated batches for each epoch, four optimizer steps on each of them, two micro-batches in a step. Dropout, so
 # that every pass uses random numbers; two controllers that remember.
@@ -129,12 +124,9 @@ def on_rank(rank: int, kill: Callable[[DROTrainer], None]) -> Callable[[DROTrain
 
 # SIGTERM instead, and the step after which it ends the run.
 STOPS: dict[str, tuple[Callable[[DROTrainer], None], int]] = {
-    "asked to stop while generating": (
-        lambda t: on_call(t, "_generate_single_turn", 2, before=True, act=terminate),
-        5,
-    ),
-    "asked to stop in a window": (lambda t: on_call(t, "compute_loss", 3, before=True, act=terminate), 2),
-    "asked to stop while saving": (lambda t: on_call(resuming, "save_state", 1, before=True, act=terminate), 4),
+    "asked to stop while generating": (lambda t: on_call(t, "_generate_single_turn", 5, act=terminate), 9),
+    "asked to stop in a window": (lambda t: on_call(t, "compute_loss", 3, act=terminate), 2),
+    "asked to stop while saving": (lambda t: on_call(resuming, "save_state", 1, act=terminate), 4),
     "asked to stop between steps": (lambda t: t.add_callback(Deadly("on_step_end", 6, terminate)), 7),
 }
 
@@ -168,52 +160,6 @@ def train(directory: Path, *, kill: Callable[[DROTrainer], None] | None = None, 
     (directory / f"logs_{rank}.json").write_text(json.dumps(trainer.state.log_history))
 
 
-def forked(task: Callable[[], None], processes: int) -> list[int]:
-    """Run a task in processes of its own, which form a process group if they are several.
-
-    Returns:
-        Their exit codes, negative for a signal.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(processes):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                if processes > 1:
-                    os.environ |= {
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(processes),
-                        "LOCAL_WORLD_SIZE": str(processes),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(port),
-                    }
-                task()
-                code = 0
-            except SystemExit as ended:
-                code = ended.code
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    codes = []
-    for child in children:
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        if codes[-1] != 0:  # the others wait for it
-            for other in children:
-                if other != child:
-                    with suppress(ProcessLookupError):
-                        os.kill(other, signal.SIGKILL)
-    return codes
-
-
 def main(directory: Path) -> None:
     results = {}
     for processes, kills in ((1, KILLS | STOPS), (2, OF_TWO)):
@@ -233,16 +179,7 @@ def main(directory: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
     directory = tmp_path_factory.mktemp("killed")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.test_killed", str(directory)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_module("tests.test_killed", directory)
     return {"directory": directory, **json.loads((directory / "results.json").read_text())}
 
 

@@ -146,7 +146,8 @@ class DROTrainer(ResumableTrainer):
         if reference and peft_config is None and is_adapter_model(model):
             add_reference_adapter(cast("PeftModel", model))
             reference = 0.0
-        with temporarily(args, beta=reference):
+        # transformers' checkpoint on SIGTERM may come in the middle of a window; `ResumableTrainer` has its own.
+        with temporarily(args, beta=reference, enable_jit_checkpoint=False):
             super().__init__(
                 model=model,
                 reward_funcs=rewards,

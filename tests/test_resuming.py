@@ -1,0 +1,329 @@
+"""Checkpoints that are refused, resumed with a warning, or resumed exactly. The kills are in `test_killed`."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_dro import checkpoints
+from trl_dro.resuming import SIGTERM_EXIT_CODE
+
+from .test_off_policy import engine
+from .test_trainer import largest_difference, make_trainer, quiet_rollouts, weights  # noqa: F401  # fixture
+from .tiny import length_reward, prompts, tiny_model, tiny_tokenizer
+
+
+SAVED = {
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "max_steps": 6,
+    "num_iterations": 4,
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 2,
+}
+
+
+@pytest.fixture
+def saved(make_config, tmp_path):
+    """A run with the checkpoints 3 and 6, the first in the middle of a generated batch."""
+    trainer = make_trainer(make_config(**SAVED))
+    trainer.train()
+    return trainer, tmp_path / "run"
+
+
+def resumed(make_config, checkpoint, **settings):
+    trainer = make_trainer(make_config(**{**SAVED, **settings}))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if isinstance(checkpoint, Path) else checkpoint)
+    return trainer
+
+
+def test_trl_drifts_when_it_resumes_within_a_generated_batch(build):
+    whole = build(GRPOTrainer, settings=SAVED)
+    whole.train()
+    again = build(GRPOTrainer, settings=SAVED)
+    again.train(resume_from_checkpoint=str(Path(whole.args.output_dir, "checkpoint-3")))
+    assert largest_difference(weights(whole), weights(again)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"rollout_is": "token", "rollout_rs": ["token_k2"], "rollout_rs_threshold": [0.01]},
+        {"anchor_policy": "sampling"},
+        {"log_completions": True},
+        {"dataloader_num_workers": 1},
+        {"gradient_accumulation_steps": 2},
+        {"advantage_baseline": "soft", "dro_level": "sequence"},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("quiet_rollouts")
+def test_a_run_goes_on_exactly_from_within_a_generated_batch(make_config, tmp_path, settings):
+    def trained(**kwargs):
+        rollout = engine() if {"rollout_is", "anchor_policy"} & settings.keys() else None
+        trainer = make_trainer(make_config(**{**SAVED, **settings}), rollout_func=rollout)
+        trainer.train(**kwargs)
+        return trainer
+
+    whole = trained()
+    again = trained(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert largest_difference(weights(whole), weights(again)) == 0.0
+
+
+def test_a_reference_that_follows_the_policy_is_saved_with_it(make_config, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    settings = {**SAVED, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
+
+    def trained(**kwargs):
+        model = Qwen3ForCausalLM.from_pretrained(tmp_path / "model")
+        trainer = make_trainer(make_config(**settings), model=model)
+        trainer.train(**kwargs)
+        return trainer
+
+    whole = trained()
+    again = trained(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert largest_difference(weights(whole), weights(again)) == 0.0
+    references = [dict(trainer.ref_model.named_parameters()) for trainer in (whole, again)]
+    assert largest_difference(*references) == 0.0
+    assert largest_difference(references[0], dict(tiny_model().named_parameters())) > 1e-4
+
+
+def test_what_this_package_writes_is_not_pickled(saved):
+    _, run = saved
+    added = {path.name for path in (run / "checkpoint-3").iterdir() if path.name.startswith("trl_dro")}
+    assert added == {"trl_dro_complete.json", "trl_dro_state_0.json", "trl_dro_state_0.safetensors"}
+
+
+CHANGES = [
+    ({"per_device_train_batch_size": 8}, "per_device_train_batch_size was 4 and is 8"),
+    ({"steps_per_generation": 4}, "steps_per_generation was 2 and is 4"),
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1 and is 2"),
+    ({"num_generations": 2}, "num_generations was 4 and is 2"),
+    ({"num_iterations": 2}, "num_iterations was 4 and is 2"),
+    ({"dro_beta": 0.25}, "dro_beta was 0.5 and is 0.25"),
+    ({"policy_loss": "reinforce", "dro_beta": None}, "policy_loss was 'dro' and is 'reinforce'"),
+    ({"loss_agg_mode": "token-sum"}, "loss_agg_mode was 'token-mean' and is 'token-sum'"),
+    ({"seed": 7}, "seed was 42 and is 7"),
+    ({"scale_rewards": "group"}, "scale_rewards was 'none' and is 'group'"),
+    ({"advantage_baseline": "leave-one-out"}, "advantage_baseline was 'mean' and is 'leave-one-out'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), CHANGES, ids=[said for _, said in CHANGES])
+@pytest.mark.filterwarnings("ignore:loss_agg_mode='token-sum'", "ignore:.*scale_rewards")
+def test_another_setup_is_refused_with_what_it_was(make_config, saved, changes, said):
+    with pytest.raises(ValueError, match=rf"^resume_from_checkpoint=.*checkpoint-3' is refused: .*{said}.*Write"):
+        resumed(make_config, saved[1] / "checkpoint-3", **changes)
+
+
+def test_another_number_of_rows_or_processes_is_refused(make_config, saved):
+    trainer = make_trainer(make_config(**SAVED), train_dataset=prompts(31))
+    with pytest.raises(ValueError, match="train_dataset_rows was 32 and is 31"):
+        trainer.train(resume_from_checkpoint=str(saved[1] / "checkpoint-3"))
+    marker = saved[1] / "checkpoint-3" / checkpoints.MARKER
+    content = json.loads(marker.read_text())
+    content["setup"]["processes"] = 2
+    marker.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="processes was 2 and is 1"):
+        resumed(make_config, saved[1] / "checkpoint-3")
+
+
+def test_what_does_not_touch_the_order_of_things_may_change(make_config, saved):
+    trainer = resumed(make_config, saved[1] / "checkpoint-3", learning_rate=1e-3, max_steps=8, logging_steps=4)
+    assert trainer.state.global_step == 8
+
+
+def test_a_checkpoint_that_is_not_whole_is_left_out(make_config, saved):
+    _, run = saved
+    (run / "checkpoint-6" / "model.safetensors").unlink()
+    with pytest.warns(
+        UserWarning, match=r"Resuming from .*-3\. .*checkpoint-6 is left out: model.safetensors is miss"
+    ):
+        trainer = resumed(make_config, True)
+    assert largest_difference(weights(trainer), weights(saved[0])) == 0.0
+    os.truncate(run / "checkpoint-3" / "optimizer.pt", 10)
+    with pytest.raises(ValueError, match=r"checkpoint-3' is refused: .* optimizer\.pt has 10 of \d+ bytes\. Write"):
+        resumed(make_config, run / "checkpoint-3")
+    for checkpoint in run.glob("checkpoint-*"):
+        (checkpoint / checkpoints.MARKER).unlink()
+    with pytest.raises(ValueError, match=r"no whole checkpoint in .*-6 is left out.*-3 is left out"):
+        resumed(make_config, True)
+
+
+def test_a_checkpoint_of_trl_is_no_begin_to_go_on_from(make_config, tmp_path):
+    config = GRPOConfig(
+        output_dir=str(tmp_path / "grpo"),
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        report_to="none",
+        save_steps=1,
+        max_steps=1,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+    )
+    GRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=length_reward,
+        args=config,
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    ).train()
+    with pytest.raises(ValueError, match=r"this checkpoint is not whole, trl_dro_complete.json is missing"):
+        resumed(make_config, tmp_path / "grpo" / "checkpoint-1")
+
+
+def test_there_must_be_something_to_resume_from(make_config, tmp_path):
+    with pytest.raises(ValueError, match="there is no whole checkpoint in output_dir"):
+        resumed(make_config, True)
+    with pytest.raises(ValueError, match=r"there is no such directory.*Write `resume_from_checkpoint='true'`"):
+        resumed(make_config, tmp_path / "nowhere")
+    assert resumed(make_config, False).state.global_step == 6
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ({"save_only_model": True}, {"save_only_model": True}, "save_only_model"),
+        ({}, {"ignore_data_skip": True}, "ignore_d"),
+    ],
+    ids=str,
+)
+def test_resuming_that_is_not_exact_says_so(make_config, tmp_path, first, second, why):
+    make_trainer(make_config(**SAVED, **first)).train()
+    with pytest.warns(UserWarning, match=f"is not exact: .*{why}"):
+        trainer = resumed(make_config, tmp_path / "run" / "checkpoint-3", **second)
+    assert trainer.state.global_step == 6
+
+
+def test_old_checkpoints_go_only_once_the_new_one_is_whole(make_config, tmp_path, monkeypatch):
+    deleted = []
+    remove = shutil.rmtree
+
+    def watching(path, *args, **kwargs):
+        deleted.append((Path(path).name, checkpoints.newest_complete(tmp_path / "run")))
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", watching)
+    make_trainer(make_config(**SAVED, save_total_limit=1)).train()
+    assert [(name, newest[-12:], torn) for name, (newest, torn) in deleted] == [("checkpoint-3", "checkpoint-6", {})]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(make_config, tmp_path):
+    """Files may not grow beyond 20 kB from step 4 on: the model fits, the optimizer's state does not."""
+    from transformers import TrainerCallback
+
+    class Fill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = make_trainer(make_config(**SAVED, save_total_limit=1), callbacks=[Fill()])
+    try:
+        with pytest.raises((OSError, RuntimeError)) as raised:
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    note = raised.value.__notes__[0]
+    assert "checkpoint-6 could not be written. The newest whole checkpoint is" in note
+    assert note.endswith("checkpoint-3.")
+    with pytest.warns(UserWarning, match="checkpoint-6 is left out"):
+        assert resumed(make_config, True).state.global_step == 6
+
+
+# SIGTERM
+
+
+def stopping(make_config, **settings):
+    """A trainer that gets SIGTERM in its fourth call for a loss."""
+    trainer = make_trainer(make_config(**{**SAVED, **settings}))
+    compute_loss, calls = trainer.compute_loss, []
+
+    def deadly(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute_loss(*args, **kwargs)
+
+    trainer.compute_loss = deadly
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_jit_checkpoint": True}], ids=str)
+def test_sigterm_saves_and_exits(make_config, tmp_path, capfd, settings):
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = stopping(make_config, **settings)
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == SIGTERM_EXIT_CODE == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    newest, torn = checkpoints.newest_complete(tmp_path / "run")
+    assert (newest, torn) == (str(tmp_path / "run" / "checkpoint-4"), {})
+    said = capfd.readouterr().err
+    assert "SIGTERM: a checkpoint follows after this optimizer step." in said
+    assert f"Stopped by SIGTERM after 4 optimizer steps, all saved in {newest}." in said
+
+
+def test_a_run_that_saves_nothing_leaves_sigterm_alone(make_config, monkeypatch):
+    received = []
+    handlers = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    try:
+        stopping(make_config, save_strategy="no").train()
+    finally:
+        signal.signal(signal.SIGTERM, handlers)
+    assert received == [1]
+
+
+def test_training_in_a_thread_works(make_config):
+    trainer = make_trainer(make_config(**SAVED))
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join(timeout=60)
+    assert trainer.state.global_step == 6
+
+
+def test_an_error_gives_sigterm_back(make_config):
+    def failing(completions, **_):
+        raise RuntimeError("no")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError):
+        make_trainer(make_config(**SAVED), reward_funcs=failing).train()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# State
+
+
+def test_a_state_comes_back_as_it_was(tmp_path):
+    batch = torch.arange(12.0).reshape(6, 2)
+    state = {
+        "views": [{"x": batch[:3], "none": None}, {"x": batch[3:]}],
+        "tuple": (torch.zeros(2, 0), torch.tensor(3), torch.tensor([True, False])),
+        "half": torch.ones(2, 3, dtype=torch.bfloat16).T,
+        "numbers": [1, 2.5, float("nan"), True, "text", None],
+        7: {},
+    }
+    checkpoints.save_state(tmp_path, 0, state)
+    loaded = checkpoints.load_state(tmp_path, 0)
+    assert loaded.keys() == state.keys()
+    assert torch.equal(loaded["views"][1]["x"], batch[3:])
+    assert loaded["views"][0]["none"] is None
+    assert isinstance(loaded["tuple"], tuple)
+    assert [tensor.dtype for tensor in loaded["tuple"]] == [torch.float32, torch.int64, torch.bool]
+    assert loaded["tuple"][0].shape == (2, 0)
+    assert loaded["half"].dtype == torch.bfloat16
+    assert str(loaded["numbers"]) == str(state["numbers"])
+    with pytest.raises(TypeError, match="set in the state of a checkpoint"):
+        checkpoints.save_state(tmp_path, 0, {"x": {1}})
