@@ -153,5 +153,33 @@ def test_a_limit_that_is_none_is_refused(make_config, value):
         make_config(reward_timeout=value)
 
 
+# A server
+
+
+class DeadServer:
+    """Stands in for TRL's connection to a vLLM server, which dies after the first batch."""
+
+    def __init__(self, **_):
+        self.calls = 0
+
+    def sync_weights(self):
+        pass
+
+    def generate(self, prompts, **_):
+        self.calls += 1
+        if self.calls > 1:
+            raise OSError("HTTPConnectionPool(host='10.0.0.7', port=8000): Max retries exceeded")
+        return prompts, [[5, 6, 2] for _ in prompts], [[[-1.0]] * 3 for _ in prompts], None
+
+
+def test_a_server_that_dies_is_named_with_what_to_do(make_config, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", DeadServer)
+    config = make_config(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://10.0.0.7:8000")
+    trainer = make_trainer(config)
+    message = r"server at http://10\.0\.0\.7:8000 does not answer at step 2 \(OSError\).*resume_from_checkpoint=True"
+    with pytest.raises(ConnectionError, match=message):
+        trainer.train()
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

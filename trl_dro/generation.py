@@ -79,10 +79,24 @@ class GeneratingTrainer(EvaluatingTrainer):
                 **shortened(prompt_ids, positions, self.max_completion_length),
             ),
         ):
-            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            try:
+                completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            except OSError as error:  # of the connection, from several layers down
+                if self.use_vllm and self.vllm_mode == "server":
+                    raise ConnectionError(self._server_is_gone(error)) from error
+                raise
         self.model.train(training)
         logprobs = check_completions("the generation engine", len(prompt_ids), completion_ids, logprobs)
         return fill_empty(completion_ids, logprobs, self.eos_token_ids[0])
+
+    def _server_is_gone(self, error: OSError) -> str:
+        args = self.args
+        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        return (
+            f"The vLLM server at {url} does not answer at step {self.state.global_step} ({type(error).__name__}). See "
+            "its log for why, start it again, and go on from the newest checkpoint with `resume_from_checkpoint=True` "
+            "(command: `--resume_from_checkpoint true`)."
+        )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         correction = self.args.build_rollout_correction()
