@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,8 +160,12 @@ def test_a_limit_that_is_none_is_refused(make_config, value):
 class DeadServer:
     """Stands in for TRL's connection to a vLLM server, which dies after the first batch."""
 
+    mode = "processed_logprobs"
+
     def __init__(self, **_):
         self.calls = 0
+        info = {"model_config": {"logprobs_mode": self.mode}}
+        self.vllm_client = SimpleNamespace(get_server_info=lambda: info)
 
     def sync_weights(self):
         pass
@@ -179,6 +184,19 @@ def test_a_server_that_dies_is_named_with_what_to_do(make_config, monkeypatch):
     message = r"server at http://10\.0\.0\.7:8000 does not answer at step 2 \(OSError\).*resume_from_checkpoint=True"
     with pytest.raises(ConnectionError, match=message):
         trainer.train()
+
+
+@pytest.mark.parametrize("settings", [{"anchor_policy": "sampling"}, {"rollout_is": "token"}, {}], ids=str)
+def test_log_probs_that_a_server_does_not_sample_with_draw_a_warning(make_config, monkeypatch, settings):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", DeadServer)
+    config = make_config(use_vllm=True, vllm_mode="server", **settings)
+    make_trainer(config)
+    monkeypatch.setattr(DeadServer, "mode", "raw_logprobs")
+    if settings:
+        with pytest.warns(UserWarning, match="--logprobs-mode raw_logprobs"):
+            make_trainer(config)
+    else:  # TRL warns in its log
+        make_trainer(config)
 
 
 if __name__ == "__main__":

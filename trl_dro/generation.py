@@ -1,5 +1,6 @@
 """Generation: what is sampled, by which policies it is scored, and what its rewards are compared with."""
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -88,6 +89,21 @@ class GeneratingTrainer(EvaluatingTrainer):
         self.model.train(training)
         logprobs = check_completions("the generation engine", len(prompt_ids), completion_ids, logprobs)
         return fill_empty(completion_ids, logprobs, self.eos_token_ids[0])
+
+    def _check_server(self) -> None:
+        """Warn of a server that reports log-probs of another distribution than it samples from; TRL looks at them only
+        for its own correction."""
+        read = self.args.anchor_policy == "sampling" or self.args.build_rollout_correction() is not None
+        if not (read and self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process):
+            return
+        mode = self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            warnings.warn(
+                f"The vLLM server runs with `--logprobs-mode {mode}`: it reports log-probs from before temperature and "
+                "other processing, which are not those that it samples with. Restart it with `--logprobs-mode "
+                "processed_logprobs`.",
+                stacklevel=3,
+            )
 
     def _server_is_gone(self, error: OSError) -> str:
         args = self.args

@@ -175,6 +175,7 @@ class DROTrainer(ResumableTrainer):
             )
         if generates:
             warn_of_model_sampling(self.model, self.generation_config)
+        self._check_server()
         self.beta = args.beta
         if args.disable_dropout:
             disable_functional_dropout(self.model)
