@@ -99,8 +99,8 @@ class GeneratingTrainer(EvaluatingTrainer):
         mode = self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             warnings.warn(
-                f"The vLLM server runs with `--logprobs-mode {mode}`: it reports log-probs from before temperature and "
-                "other processing, which are not those that it samples with. Restart it with `--logprobs-mode "
+                f"The vLLM server runs with `--logprobs-mode {mode}`: it reports log-probs from before temperature, "
+                "top-p and the like, which are not those that it samples with. Restart it with `--logprobs-mode "
                 "processed_logprobs`.",
                 stacklevel=3,
             )
