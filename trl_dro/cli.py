@@ -373,6 +373,7 @@ def _environment_restored() -> Iterator[None]:
 
 def _launch(launch_args: argparse.Namespace) -> int:
     from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
@@ -381,6 +382,8 @@ def _launch(launch_args: argparse.Namespace) -> int:
         # The processes have printed what went wrong; a traceback through the launcher would bury it.
         print(f"trl-dro train: error: a training process failed ({type(error).__name__}).", file=sys.stderr)
         return 1
+    except SignalException as stopped:  # its processes have had time to save, and have said so
+        return 128 + stopped.sigval
     return 0
 
 

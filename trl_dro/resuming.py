@@ -79,7 +79,11 @@ def check_setup(saved: dict[str, Any], now: dict[str, Any], checkpoint: str) -> 
 
 
 def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means: a path, or the newest whole one for `True`.
+    """The checkpoint that `resume_from_checkpoint` means: a path, or the newest whole one.
+
+    Args:
+        output_dir: where the newest one is looked for.
+        asked: a path; `True` for the newest one; `"auto"` for the newest one if there is any; `False` or None.
 
     Raises:
         ValueError: there is none, or it is not whole.
@@ -87,14 +91,14 @@ def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None) -> st
     asked = str(asked)
     if asked.lower() in ("none", "false"):
         return None
-    if asked.lower() == "true":
+    if asked.lower() in ("true", "auto"):
         newest, torn = newest_complete(str(output_dir))
         left_out = "".join(f" {path} is left out: {reason}." for path, reason in torn.items())
-        if newest is None:
+        if newest is None and asked.lower() == "true":
             allowed = f"there is no whole checkpoint in output_dir={output_dir!r}.{left_out}".removesuffix(".")
             raise refusal("resume_from_checkpoint", asked, allowed, "resume_from_checkpoint=None")
         if torn:
-            warnings.warn(f"Resuming from {newest}.{left_out}", stacklevel=3)
+            warnings.warn(f"{f'Resuming from {newest}' if newest else 'Beginning anew'}.{left_out}", stacklevel=3)
         return newest
     if not Path(asked).is_dir():
         raise refusal("resume_from_checkpoint", asked, "there is no such directory", "resume_from_checkpoint='true'")
