@@ -142,3 +142,19 @@ def test_the_parser_prints_every_option_of_ours():
     text = DROParser((DROConfig,)).format_help()
     for name in ("--policy_loss", "--dro_beta", "--dro_level", "--loss_agg_mode", "--anchor_policy"):
         assert name in text
+
+
+def test_the_tables_of_memory_are_what_the_script_prints():
+    from .benchmarks import memory
+
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    assert memory.state_table() in page
+    assert memory.pick_table() in page
+
+
+def test_the_page_on_launching_names_every_configuration_and_job():
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    names = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert set(re.findall(r"`((?:cpu|multi|single|zero|fsdp)\w*)`", page.partition("## What is the same")[0])) == names
+    for job in (ROOT / "recipes" / "slurm").glob("*.slurm"):
+        assert job.name in page
