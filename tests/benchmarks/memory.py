@@ -1,7 +1,6 @@
 """Memory that the state of training takes: `python tests/benchmarks/memory.py` prints docs/distributed.md's tables.
 
-Arithmetic, not a measurement: bytes for each parameter, times parameters, over the GPUs that share them. What the engines
-hold on two processes is counted in tests/test_engines.py.
+Arithmetic, not a measurement: bytes for each parameter, times parameters, over the GPUs that share them.
 """
 
 from dataclasses import dataclass
@@ -32,8 +31,8 @@ class Layout:
         return billions * self.host
 
 
-# float32 weights 4, gradients 4, Adam's two moments 8; DDP's buckets hold the gradients again. DeepSpeed trains bfloat16
-# weights 2 and gradients 2, with a float32 copy of the weights beside the moments, 12.
+# float32 weights 4, gradients 4, Adam's two moments 8; DDP's buckets hold the gradients again. DeepSpeed trains weights
+# and gradients in bfloat16, 2 each, with a float32 copy of the weights beside the moments, 12.
 SINGLE = Layout("single_gpu", whole=16, shared=0)
 DDP = Layout("multi_gpu", whole=20, shared=0)
 FSDP2 = Layout("fsdp2", whole=0, shared=16)
