@@ -3,6 +3,7 @@
 #   make quickstart    train a small model on the CPU, offline; ARGS='--seed 1' adds options
 #   make demo          train SmolLM2-135M-Instruct on the CPU, with LoRA; VARIANT=full trains every weight
 #   make test          lint, types and every test but the slow ones
+#   make test-all      the slow ones too
 #   make test-vllm     train on completions of a real vLLM engine, on the CPU; 4 GB in an environment of its own
 #   make lint          lint and types only
 #   make clean         remove the environment, caches and runs
@@ -18,7 +19,7 @@ DEMO := recipes/SmolLM2-135M
 DEMO_MODEL := runs/SmolLM2-135M-Instruct
 DEMO_RUN = --config $(DEMO)/dro/config_$(VARIANT).yaml --model_name_or_path $(DEMO_MODEL) $(ARGS)
 
-.PHONY: quickstart demo test test-vllm lint clean
+.PHONY: quickstart demo test test-all test-vllm lint clean
 
 # torch first, so that what is built against it finds it.
 $(READY): pyproject.toml constraints.txt
@@ -43,7 +44,10 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not vllm and not gpu"
+
+test-all: lint
+	$(BIN)/python -m pytest -m "not vllm and not gpu"
 
 # vLLM pins other versions than this project, so the last line overrules it. Its CPU build is a third party's.
 $(VENV_VLLM)/.ready:

@@ -31,8 +31,8 @@ class Layout:
         return billions * self.host
 
 
-# float32 weights 4, gradients 4, Adam's two moments 8; DDP's buckets hold the gradients again. DeepSpeed trains weights
-# and gradients in bfloat16, 2 each, with a float32 copy of the weights beside the moments, 12.
+# float32 weights 4, gradients 4, two moments of Adam 8; the buckets of DDP hold the gradients again. DeepSpeed trains
+# weights and gradients in bfloat16, 2 each, with a float32 copy of the weights beside the moments, 12.
 SINGLE = Layout("single_gpu", whole=16, shared=0)
 DDP = Layout("multi_gpu", whole=20, shared=0)
 FSDP2 = Layout("fsdp2", whole=0, shared=16)
