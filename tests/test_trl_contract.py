@@ -19,7 +19,7 @@ from .tiny import length_reward, prompts, tiny_model, tiny_tokenizer
 
 
 PACKAGE = Path(trl_dro.__file__).parent
-TRAINERS = ("evaluation.py", "generation.py", "trainer.py")
+TRAINERS = ("evaluation.py", "generation.py", "windowed.py", "resuming.py", "trainer.py")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,9 @@ def test_overridden_methods_take_what_trls_take():
         "training_step",
         "log",
         "get_batch_samples",
+        "train",
+        "_save_checkpoint",
+        "_load_optimizer_and_scheduler",
         "_prepare_inputs",
         "_generate_and_score_completions",
     ):

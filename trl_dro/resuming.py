@@ -155,7 +155,9 @@ class ResumableTrainer(WindowedTrainer):
         """Whether SIGTERM leads to a checkpoint. The same on all ranks."""
         return SaveStrategy(self.args.save_strategy) != SaveStrategy.NO
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
         """As in transformers, from a whole checkpoint only. On SIGTERM it saves one and exits.
 
         Raises:
@@ -166,9 +168,9 @@ class ResumableTrainer(WindowedTrainer):
         checkpoint = self._agreed_checkpoint(resume_from_checkpoint)
         handled = self._notes_sigterm and threading.current_thread() is threading.main_thread()
         if not handled:
-            return super().train(checkpoint, *args, **kwargs)
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
         with _noting_sigterm(self._note_sigterm):
-            result = super().train(checkpoint, *args, **kwargs)
+            result = super().train(checkpoint, trial, ignore_keys_for_eval)
         if self._stop.agreed:
             if self.accelerator.is_main_process:
                 saved = self._checkpoint_dir()

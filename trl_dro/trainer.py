@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -186,9 +186,11 @@ class DROTrainer(ResumableTrainer):
             steps = math.ceil(args.batch_plan().windows_per_generation)
             self.add_callback(AdaptiveBeta(cast(DRO, self.policy_loss).beta, args.dro_target_kl, steps))
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Tensor | int | None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
         """With the dro_beta of the coming window."""
-        batch_samples, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        batch_samples, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         adaptive = self._adaptive_beta
         if adaptive is not None:
             self.policy_loss = dataclasses.replace(cast(DRO, self.policy_loss), beta=adaptive.beta)
