@@ -1,4 +1,4 @@
-"""The files of `accelerate_configs`: what is in them, that accelerate takes them, and that a wheel brings them along."""
+"""The files of `accelerate_configs`: found by name, taken by accelerate, each twin for the CPU true to its GPU file."""
 
 import argparse
 import os
