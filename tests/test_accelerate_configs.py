@@ -1,4 +1,4 @@
-"""The files of `accelerate_configs`: found by name, taken by accelerate, each twin for the CPU true to its GPU file."""
+"""The files of `accelerate_configs`: found by name, taken by accelerate, twins for the CPU true to their GPU files."""
 
 import argparse
 import os

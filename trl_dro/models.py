@@ -5,8 +5,11 @@ import warnings
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from .config import DROConfig
 from .config_rules import refusal
@@ -198,3 +201,18 @@ def checked_batching(model: Any) -> dict[str, Any]:
         return outputs
 
     return {"generate_batch": checked, "forward": MethodType(type(model).forward, model)}
+
+
+def gather_trained_head(model: Any) -> None:
+    """Gather an LM head that is trained beside an adapter (`modules_to_save`), under FSDP2, so that its gradient is
+    reduced.
+
+    TRL reads the head's weight without calling the head. FSDP2 then hands out the shards, and of what TRL makes whole
+    of them each process would keep its own gradient. Gathered before, the head's gradient goes the usual way.
+    """
+    if not (torch.is_grad_enabled() and is_peft_model(model)):
+        return
+    head: Any = model.get_output_embeddings()
+    sharded = isinstance(head, FSDPModule) and isinstance(getattr(head, "weight", None), DTensor)
+    if sharded and head.weight.requires_grad:
+        head.unshard()

@@ -27,6 +27,7 @@ from .models import (
     check_reference,
     count_positions_from_the_mask,
     disable_functional_dropout,
+    gather_trained_head,
     is_adapter_model,
     warn_of_model_sampling,
 )
@@ -260,6 +261,7 @@ class DROTrainer(ResumableTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         # Where there is no Triton, TRL projects prompts and padding to the vocabulary too, for compilers that dislike
         # changing shapes. A CPU does not compile: it would only lose most of its time on them.
+        gather_trained_head(args[0] if args else kwargs["model"])
         narrowed = {"_use_triton": lambda device: True} if self.accelerator.device.type == "cpu" else {}
         with temporarily(trl.trainer.utils, **narrowed):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
