@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from trl_dro import DROConfig, DROTrainer, cli, model_card
 from trl_dro import train as train_script
 from trl_dro.checkpoints import MARKER, newest_complete, what_is_missing
+from trl_dro.objectives import DRO
 from trl_dro.redaction import without_places, without_secrets
 from trl_dro.train_arguments import parse
 
@@ -38,6 +39,17 @@ PUSHED = {
     "hub_always_push": True,
 }
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """An objective of somebody's own, with a secret among its parameters."""
+
+    api_key: str
+    beta: float = 0.5
+
+    def __call__(self, inputs):
+        return DRO(beta=self.beta)(inputs)
 
 
 @pytest.fixture
@@ -68,8 +80,11 @@ def test_transformers_pickles_the_token_next_to_every_model(build, tmp_path):
 
 
 def test_no_file_holds_a_secret_and_the_token_still_works(make_config, hub, tmp_path):
-    # A secret in model_init_kwargs too, as TRL hands them to from_pretrained.
-    config = make_config(**PUSHED, hub_strategy="checkpoint", model_init_kwargs={"token": OTHER_SECRET})
+    # Others too: TRL hands model_init_kwargs to from_pretrained, and a checkpoint notes the objective.
+    secrets = {"model_init_kwargs": {"token": OTHER_SECRET}, "policy_loss_kwargs": {"api_key": OTHER_SECRET}}
+    config = make_config(
+        **PUSHED, hub_strategy="checkpoint", policy_loss=f"{__name__}.Judged", dro_beta=None, **secrets
+    )
     tiny_model().save_pretrained(tmp_path / "model")
     trainer = make_trainer(config, model=str(tmp_path / "model"))
     trainer.train()
@@ -82,7 +97,12 @@ def test_no_file_holds_a_secret_and_the_token_still_works(make_config, hub, tmp_
         "run",
     }
     assert not [name for name, content in hub.sent.items() if TOKEN.encode() in content]
+    assert row(hub.card, "api_key") == "<API_KEY>"
+    assert row(hub.card, "beta") == "0.5"
+    assert ModelCard(hub.card).data.tags == ["generated_from_trainer", "trl", "trl-dro"]
+    make_trainer(config, model=str(tmp_path / "model")).train(resume_from_checkpoint=True)
     assert trainer.args.hub_token == TOKEN
+    assert trainer.policy_loss.api_key == OTHER_SECRET
     assert hub.tokens == {TOKEN}
 
 
@@ -145,10 +165,6 @@ def test_absolute_paths_are_cut_to_their_last_component():
 # What is pushed
 
 
-def describe_disk(folder):
-    return lambda: (newest_complete(folder)[0], newest_complete(folder)[1])
-
-
 @pytest.mark.parametrize(
     ("strategy", "folders"),
     [
@@ -160,7 +176,7 @@ def describe_disk(folder):
 )
 def test_a_strategy_pushes_what_it_says_and_only_whole_checkpoints(strategy, folders, make_config, hub, tmp_path):
     trainer = make_trainer(make_config(**PUSHED, hub_strategy=strategy))
-    hub.look = describe_disk(tmp_path / "run")
+    hub.look = lambda: newest_complete(tmp_path / "run")
     (tmp_path / "run" / "_private").mkdir(parents=True)
     (tmp_path / "run" / "_private" / "notes.txt").write_text("not for others")
     trainer.train()

@@ -150,7 +150,7 @@ class DROTrainer(ResumableTrainer):
         if not args.is_dro:
             name = canonical_name(args.policy_loss)
             self._name, self._paper = f"`{name}`", {}
-            self._tag_names = ["trl", "trl-dro", name]
+            self._tag_names = ["trl", "trl-dro", *([] if "." in name else [name])]
         # TRL builds, places and syncs a reference model only for a KL coefficient.
         reference = args.beta or float(args.needs_reference)
         if reference and peft_config is None and is_adapter_model(model):
