@@ -11,7 +11,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 
 from trl_dro import DROConfig, DROTrainer, cli, model_card
@@ -19,6 +19,7 @@ from trl_dro import train as train_script
 from trl_dro.checkpoints import MARKER, newest_complete, what_is_missing
 from trl_dro.objectives import DRO
 from trl_dro.redaction import without_places, without_secrets
+from trl_dro.steering import temporarily
 from trl_dro.train_arguments import parse
 
 from .hub import local_hub
@@ -251,16 +252,29 @@ def test_a_pushed_adapter_has_peft_s_layout_and_gives_the_same_logits(make_confi
         card = hub.sent[name].decode()
         assert str(tmp_path) not in card
         assert row(card, "dro_beta") == "0.5"
+    with temporarily(trainer.args, push_to_hub=False):
+        trainer.save_model()
+    assert (tmp_path / "run" / "README.md").read_text() == hub.card
 
 
 def test_a_push_that_failed_in_the_background_is_reported_and_training_goes_on(make_config, hub, tmp_path):
-    trainer = make_trainer(make_config(**PUSHED))
+    class Wait(TrainerCallback):
+        """For an upload, so that the next one takes its place."""
+
+        def on_step_begin(self, *args, **kwargs):
+            if trainer.push_in_progress is not None:
+                trainer.push_in_progress.wait_until_done()
+
+    trainer = make_trainer(make_config(**PUSHED), callbacks=[Wait()])
     hub.refuses = True
     with pytest.warns(UserWarning, match=r"A push to me/tiny-dro in the background failed .*403") as caught:
         trainer.train()
+    hub.refuses = False
+    trainer.push_to_hub()  # has nothing to warn of
     assert len([one for one in caught if "A push to" in str(one.message)]) == 2  # each of them once
     assert trainer.state.global_step == 4
     assert newest_complete(tmp_path / "run")[0] == str(tmp_path / "run" / "checkpoint-4")
+    assert [commit.message for commit in hub.commits] == ["End of training"]
 
 
 # The model card
@@ -435,7 +449,8 @@ def test_held_out_rewards_are_shown_before_and_after_for_every_dataset(make_conf
     assert card.count("Held-out") == 2
 
 
-def test_a_card_of_the_best_weights_says_which_they_are(make_config, tmp_path):
+@pytest.mark.parametrize("metric", [None, "reward", "eval_reward"])
+def test_a_card_of_the_best_weights_says_which_they_are(metric, make_config, tmp_path):
     config = make_config(
         save_strategy="steps",
         save_steps=1,
@@ -443,6 +458,7 @@ def test_a_card_of_the_best_weights_says_which_they_are(make_config, tmp_path):
         eval_steps=1,
         per_device_eval_batch_size=4,
         load_best_model_at_end=True,
+        metric_for_best_model=metric,
         max_steps=2,
     )
     trainer = make_trainer(config, eval_dataset=prompts(4))
@@ -461,13 +477,13 @@ def test_the_recipe_of_a_script_makes_the_same_configuration(make_config):
         dro_target_kl=0.02,
         rollout_rs=["seq_mean_k3"],
         rollout_rs_threshold=[0.01],
-        chat_template_kwargs={"text": "`` | ```\nline", "api_key": OTHER_SECRET},
+        chat_template_kwargs={"text": "`` | ```\nline", "api_key": OTHER_SECRET, "file": "/home/me/notes"},
         eval_strategy="steps",
         eval_steps=2,
         model_init_kwargs={"token": OTHER_SECRET},
     )
     card = card_of(config)
-    for kept_back in (TOKEN, OTHER_SECRET, "secret-project", str(config.output_dir)):
+    for kept_back in (TOKEN, OTHER_SECRET, "secret-project", str(config.output_dir), "/home/me"):
         assert kept_back not in card
     recipe = re.search(r"^(`{4,})python\n(.*?)^\1$", card, flags=re.DOTALL | re.MULTILINE)[2]
     assert re.search(r"^    dro_target_kl=0.02,$", recipe, flags=re.MULTILINE)
