@@ -1,6 +1,7 @@
 """`DROConfig`: TRL's `GRPOConfig` with DRO's knobs, checked whole before a model is loaded."""
 
 import argparse
+import copy
 import json
 import os
 import warnings
@@ -45,6 +46,7 @@ from .off_policy_rules import (
     resolve_correction,
 )
 from .policy_loss import PolicyLoss, canonical_name, get_policy_loss, resolve_policy_loss
+from .redaction import is_secret_name, without_secrets
 from .rollout_correction import RolloutCorrection
 from .windows import BatchPlan
 
@@ -239,6 +241,8 @@ class DROConfig(GRPOConfig):
     derived_fields: dict[str, Any] | str | None = field(default=None, metadata={"help": argparse.SUPPRESS})
 
     def __post_init__(self) -> None:
+        if self.hub_token == "<HUB_TOKEN>":  # what `to_dict` writes in its place
+            self.hub_token = None
         self._parse_json_fields()
         forget_derived(self)
         check_booleans(self, _boolean_fields())
@@ -283,6 +287,33 @@ class DROConfig(GRPOConfig):
             derive(self, name, getattr(self, name))
         for message in config_warnings(self):
             warnings.warn(message, stacklevel=3)
+
+    # Secrets. transformers pickles the configuration next to every model that it saves or pushes.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: without tokens and keys. Who loads it uses the token of the machine it is loaded on."""
+        secrets = {name for name, value in vars(self).items() if isinstance(value, str) and is_secret_name(name)}
+        return {name: None if name in secrets else without_secrets(value) for name, value in vars(self).items()}
+
+    def __copy__(self) -> "DROConfig":
+        return self.__deepcopy__({}, lambda value, _: value)
+
+    def __deepcopy__(self, memo: dict[int, Any], copied: Any = copy.deepcopy) -> "DROConfig":
+        """With all secrets, unlike a pickle."""
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        vars(result).update({name: copied(value, memo) for name, value in vars(self).items()})
+        return result
+
+    def __repr__(self) -> str:
+        shown = {field.name: without_secrets(getattr(self, field.name), field.name) for field in fields(self)}
+        return f"{type(self).__name__}(\n{''.join(f'{name}={value!r},{chr(10)}' for name, value in shown.items())})"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, which hides `hub_token` only: trackers log it, and some write it into `output_dir`."""
+        return without_secrets(super().to_dict())
 
     @classmethod
     def from_grpo_config(cls, cfg: GRPOConfig, *, dro_beta: float | None = None, **overrides: Any) -> "DROConfig":

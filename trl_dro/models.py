@@ -54,6 +54,14 @@ def is_adapter_model(model: Any) -> bool:
     return not isinstance(model, str) and is_peft_model(model)
 
 
+def adapter_kind(model: Any) -> str | None:
+    """The kind of adapter that a model has, such as `lora`, None without one."""
+    if not is_adapter_model(model):
+        return None
+    config = next(iter(model.peft_config.values()))
+    return str(getattr(config.peft_type, "value", config.peft_type)).lower()
+
+
 def check_sync_with_adapter(args: DROConfig) -> None:
     """Refuse to sync the reference model of an adapter.
 

@@ -30,6 +30,7 @@ from .checkpoints import (
 )
 from .config import DROConfig
 from .config_rules import refusal
+from .redaction import without_secrets
 from .steering import temporarily
 from .windowed import WindowedTrainer
 
@@ -58,7 +59,7 @@ def setup_of(args: DROConfig, train_rows: int | None) -> dict[str, Any]:
     inherited = {field.name for field in fields(GRPOConfig)}
     own = [field.name for field in fields(DROConfig) if field.name not in inherited | _FREE]
     setup = {name: getattr(args, name) for name in (*_INHERITED_SETUP, *own)}
-    return {"processes": args.world_size, "train_dataset_rows": train_rows, **setup}
+    return {"processes": args.world_size, "train_dataset_rows": train_rows, **without_secrets(setup)}
 
 
 def check_setup(saved: dict[str, Any], now: dict[str, Any], checkpoint: str) -> None:
@@ -233,6 +234,7 @@ class ResumableTrainer(WindowedTrainer):
             error.add_note(f"{directory} could not be written. The newest whole checkpoint is {newest}.")
             raise
         if self.args.push_to_hub:
+            self._warn_of_failed_pushes()
             self._push_from_checkpoint(str(directory))
         if self.args.should_save:
             rotate_checkpoints(
@@ -256,6 +258,25 @@ class ResumableTrainer(WindowedTrainer):
         if self.accelerator.is_local_main_process:
             mark_complete(directory, exact=exact, setup=self._setup())
         self.accelerator.wait_for_everyone()
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._warn_of_failed_pushes()
+
+    def _warn_of_failed_pushes(self) -> None:
+        """Checkpoints are pushed in the background, where transformers keeps errors to itself."""
+        push = getattr(self, "push_in_progress", None)
+        if push is None:
+            return
+        done = [job for job in push.jobs if job.done()]
+        push.jobs = [job for job in push.jobs if job not in done]
+        for error in [job.exception() for job in done if not job.cancelled()]:
+            if error is not None:
+                warnings.warn(
+                    f"A push to {self.hub_model_id} in the background failed ({type(error).__name__}: {error}). "
+                    "Training goes on; what was not pushed is on disk.",
+                    stacklevel=2,
+                )
 
     def _run_state(self) -> dict[str, Any]:
         """What this process needs beside model, optimizer, schedule and random numbers, between two windows."""

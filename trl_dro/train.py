@@ -20,6 +20,7 @@ from trl import DatasetMixtureConfig, ModelConfig
 from .config import DROConfig
 from .config_rules import refusal
 from .policy_loss import nearest_first
+from .steering import temporarily
 from .tasks import TINY_MODELS
 from .train_arguments import (
     DROScriptArguments,
@@ -93,14 +94,16 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
         if before is not None:
             # `train` starts a new history; the score to compare with belongs in it.
             trainer.state.log_history.insert(0, {**before[0], "step": 0})
-        trainer.save_model(config.output_dir)
+        with temporarily(config, push_to_hub=False):  # once, when all of it is there
+            trainer.save_model(config.output_dir)
     except (Exception, KeyboardInterrupt) as error:
         if trainer.state.global_step:
             error.add_note(saved.describe(config, trainer.state.global_step))
         raise
     trainer.save_state()
     if config.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
+        of_hub = script.dataset_name and not os.path.exists(script.dataset_name)
+        trainer.push_to_hub(dataset_name=script.dataset_name if of_hub else None)
     if trainer.accelerator.is_main_process:
         if before is not None and after is not None:
             _say_what_happened(before, after)
@@ -126,6 +129,7 @@ def _build(
 
     from .callbacks import use_compact_progress
     from .checks import check_args
+    from .model_card import recipe_as_yaml
     from .resuming import checkpoint_to_resume
     from .rewards import load_reward
     from .trainer import DROTrainer
@@ -137,6 +141,7 @@ def _build(
     warnings.filterwarnings("ignore", message=r"`\w*gradient_checkpointing\w*` is deprecated", category=FutureWarning)
     if config.disable_tqdm:
         disable_progress_bar()
+    recipe = recipe_as_yaml(model_args, script, data, config)
     _load_model_as_asked(config, model_args)
     train_dataset, eval_dataset, processing_class, model = _prepare(script, config, model_args, data)
     reward_funcs: list[Any] = [load_reward(name) for name in reward_names(script)]
@@ -152,6 +157,7 @@ def _build(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    trainer.recipe = recipe
     use_compact_progress(trainer)
     return checkpoint, trainer
 

@@ -6,15 +6,18 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import trl.trainer.utils
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
 
+from . import model_card
 from .aggregation import aggregate_loss
 from .beta_control import AdaptiveBeta
 from .checks import check_args, check_data, check_tokenizer, checked_rows
@@ -23,6 +26,7 @@ from .generation import trained_mask
 from .masking import masked_mean
 from .metrics import add_log_ratio_metrics
 from .models import (
+    adapter_kind,
     add_reference_adapter,
     check_reference,
     count_positions_from_the_mask,
@@ -32,7 +36,7 @@ from .models import (
     warn_of_model_sampling,
 )
 from .objectives import DRO
-from .policy_loss import PolicyLossInputs, PolicyLossOutput, apply_correction_weights
+from .policy_loss import PolicyLossInputs, PolicyLossOutput, apply_correction_weights, canonical_name
 from .resuming import ResumableTrainer
 from .reward_checks import checked_reward, checked_rewards, reward_names
 from .rollouts import checked_rollouts
@@ -93,7 +97,7 @@ class DROTrainer(ResumableTrainer):
     """
 
     _tag_names = ["trl", "dro", "trl-dro"]
-    _name = "DRO"
+    _name = "Direct Reward Optimization (DRO)"
     _paper = {
         "title": "Offline Regularised Reinforcement Learning for Large Language Models Alignment",
         "id": "2405.19107",
@@ -142,6 +146,12 @@ class DROTrainer(ResumableTrainer):
         )
         checked = len(rewards)  # TRL adds the rewards of environments
         self.policy_loss = args.build_policy_loss()
+        # The run as a configuration file of `trl-dro train`, for its model card.
+        self.recipe: str | None = None
+        if not args.is_dro:
+            name = canonical_name(args.policy_loss)
+            self._name, self._paper = f"`{name}`", {}
+            self._tag_names = ["trl", "trl-dro", *([] if "." in name else [name])]
         # TRL builds, places and syncs a reference model only for a KL coefficient.
         reference = args.beta or float(args.needs_reference)
         if reference and peft_config is None and is_adapter_model(model):
@@ -406,3 +416,47 @@ class DROTrainer(ResumableTrainer):
         if self.accelerator.sync_gradients:
             self._close_window()
         return loss
+
+    # Model card
+
+    def create_model_card(  # type: ignore[override]  # TRL's has other parameters than transformers'
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """TRL's, with the objective and its settings, a learning curve and the recipe. Written at every checkpoint."""
+        if not self.is_world_process_zero():
+            return
+        super().create_model_card(model_name, dataset_name, tags)
+        path = Path(str(self.args.output_dir), "README.md")
+        adaptive = self._adaptive_beta
+        best = self.args.load_best_model_at_end and not self.is_in_train
+        section = model_card.describe(
+            self.args,
+            self.state.log_history,
+            objective=self.policy_loss,
+            dro_beta=None if adaptive is None else adaptive.beta,
+            recipe=self.recipe,
+            best_step=self.state.best_global_step if best else None,
+        )
+        card = ModelCard.load(path)
+        model_card.extend(
+            card,
+            section,
+            model_name=model_name,
+            adapter=adapter_kind(self.accelerator.unwrap_model(self.model)),
+            has_chat_template=getattr(self.processing_class, "chat_template", None) is not None,
+        )
+        card.save(path)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """As in transformers. A card stays what it was: peft's names paths of this machine, which the Hub refuses."""
+        folder = Path(str(output_dir or self.args.output_dir))
+        path = folder / "README.md"
+        before = path.read_bytes() if path.is_file() else None
+        super()._save(output_dir, state_dict)
+        if not self.args.should_save or not path.is_file():
+            return
+        if before is not None:
+            path.write_bytes(before)
+        else:
+            with temporarily(self.args, output_dir=str(folder)):
+                self.create_model_card(model_name=Path(self.hub_model_id or str(self.args.output_dir)).name)
