@@ -31,7 +31,6 @@ PRIVATE_NAMES = {
     "GRPOTrainer._paper": "set: the paper cited in model cards",
     "GRPOTrainer._tag_names": "set: tags of pushed models",
     "Trainer._save": "extended: leaves the model card as it is",
-    "Trainer._push_from_checkpoint": "called: pushes a checkpoint, once it is whole",
     "Trainer._finish_current_push": "extended: says which uploads failed",
     "GRPOConfig._VALID_DICT_FIELDS": "extended: dict fields accepted as JSON",
     "utils._use_triton": "set while scoring on a CPU: whether the LM head leaves out prompts and padding",
