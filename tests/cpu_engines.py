@@ -6,9 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 
 ROOT = Path(__file__).parent.parent
+ONE = "one_process"
 TYPES = {
     "cpu_ddp": DistributedType.MULTI_CPU,
     "cpu_fsdp2": DistributedType.FSDP,
@@ -59,6 +62,33 @@ def launch(engine: str | None, module: str, *arguments: str, timeout: float) -> 
         os.killpg(child.pid, signal.SIGKILL)  # a rank that is left hangs on to its port
         raise
     assert child.returncode == 0, output[-8000:]
+
+
+def launched_once(
+    paths: pytest.TempPathFactory,
+    module: str,
+    prepare: Callable[[Path], None],
+    *arguments: str,
+    timeout: float = 600,  # DeepSpeed's first use compiles for up to 90 seconds
+) -> Callable[[str], dict]:
+    """A function of the engine that gives what `module` saved as `results.pt`, with its `directory`.
+
+    Each engine is launched when it is first asked for. Where it cannot run, the test is skipped.
+    """
+    found: dict[str, dict] = {}
+
+    def of(engine: str) -> dict:
+        missing = what_is_missing(engine)
+        if missing is not None:
+            pytest.skip(missing)
+        if engine not in found:
+            directory = paths.mktemp(engine)
+            prepare(directory)
+            launch(None if engine == ONE else engine, module, engine, str(directory), *arguments, timeout=timeout)
+            found[engine] = {**torch.load(directory / "results.pt"), "directory": directory}
+        return found[engine]
+
+    return of
 
 
 def keep_fsdp_on_cpu() -> None:

@@ -17,8 +17,8 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from trl_dro import DROConfig, DROTrainer
 
-from .cpu_engines import TYPES, keep_fsdp_on_cpu, launch, what_is_missing
-from .test_engines import ONE, gathered
+from .cpu_engines import ONE, TYPES, keep_fsdp_on_cpu, launched_once
+from .test_engines import gathered
 from .test_trainer import scripted_rollout
 from .tiny import FAST, length_reward, prompts, tiny_model, tiny_tokenizer
 
@@ -118,21 +118,7 @@ def main(engine: str, directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    found: dict[str, dict] = {}
-
-    def of(engine: str) -> dict:
-        missing = what_is_missing(engine)
-        if missing is not None:
-            pytest.skip(missing)
-        if engine not in found:
-            directory = tmp_path_factory.mktemp(engine)
-            make_base(directory)
-            processes = None if engine == ONE else engine
-            launch(processes, "tests.test_adapters", engine, str(directory), timeout=600)
-            found[engine] = {**torch.load(directory / "results.pt"), "directory": directory}
-        return found[engine]
-
-    return of
+    return launched_once(tmp_path_factory, "tests.test_adapters", make_base)
 
 
 def logits(model) -> torch.Tensor:

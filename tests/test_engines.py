@@ -22,12 +22,11 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_dro import DROConfig, DROTrainer, checkpoints
 from trl_dro.aggregation import LOSS_AGG_MODES
 
-from .cpu_engines import TYPES, keep_fsdp_on_cpu, launch, share_held, what_is_missing, whole
+from .cpu_engines import ONE, TYPES, keep_fsdp_on_cpu, launched_once, share_held, whole
 from .test_trainer import record_inputs, scripted_rollout
 from .tiny import FAST, length_reward, prompts, tiny_model, tiny_tokenizer
 
 
-ONE = "one_process"
 STEPS = 5
 # Sums over tokens or sequences have larger gradients than means.
 RATES = {"token-sum": 0.005, "seq-mean-token-sum": 0.1}
@@ -269,27 +268,19 @@ def main(engine: str, directory: Path, which: str) -> None:
 # In the tests
 
 
+def prepare(directory: Path) -> None:
+    tiny_model(num_hidden_layers=2).save_pretrained(directory / "base")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What an engine's launch came to; each is launched once."""
-    found: dict[tuple[str, str], dict] = {}
+    return launched_once(tmp_path_factory, "tests.test_engines", prepare, "few")
 
-    def of(engine: str, which: str = "few") -> dict:
-        missing = what_is_missing(engine)
-        if missing is not None:
-            pytest.skip(missing)
-        if (engine, which) not in found:
-            directory = tmp_path_factory.mktemp(engine)
-            tiny_model(num_hidden_layers=2).save_pretrained(directory / "base")
-            processes = None if engine == ONE else engine
-            # DeepSpeed's first use compiles for up to 90 seconds.
-            launch(
-                processes, "tests.test_engines", engine, str(directory), which, timeout=600 if which == "few" else 3000
-            )
-            found[engine, which] = {**torch.load(directory / "results.pt"), "directory": directory}
-        return found[engine, which]
 
-    return of
+@pytest.fixture(scope="module")
+def full_results(tmp_path_factory):
+    return launched_once(tmp_path_factory, "tests.test_engines", prepare, "full", timeout=3000)
 
 
 def difference(one: dict, two: dict) -> float:
@@ -331,8 +322,8 @@ def test_the_groups_differ_from_each_other(results):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [ONE, *TYPES])
-def test_the_whole_matrix(results, engine):
-    yardsticks, runs = results(ONE, "full"), results(engine, "full")
+def test_the_whole_matrix(full_results, engine):
+    yardsticks, runs = full_results(ONE), full_results(engine)
     for group, (_, cuts) in FULL.items():
         for cut in cuts:
             same(runs[group, cut], yardsticks[group, WHOLE])
