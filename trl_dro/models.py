@@ -218,7 +218,7 @@ def gather_trained_head(model: Any) -> None:
     TRL reads the head's weight without calling the head. FSDP2 then hands out the shards, and of what TRL makes whole
     of them each process would keep its own gradient. Gathered before, the head's gradient goes the usual way.
     """
-    if not (torch.is_grad_enabled() and is_peft_model(model)):
+    if not (isinstance(model, FSDPModule) and is_peft_model(model) and torch.is_grad_enabled()):
         return
     head: Any = model.get_output_embeddings()
     sharded = isinstance(head, FSDPModule) and isinstance(getattr(head, "weight", None), DTensor)
