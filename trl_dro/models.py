@@ -220,7 +220,7 @@ def gather_trained_head(model: Any) -> None:
     """
     if not (isinstance(model, FSDPModule) and is_peft_model(model) and torch.is_grad_enabled()):
         return
-    head: Any = model.get_output_embeddings()
+    head = cast(Any, model).get_output_embeddings()
     sharded = isinstance(head, FSDPModule) and isinstance(getattr(head, "weight", None), DTensor)
     if sharded and head.weight.requires_grad:
         head.unshard()
