@@ -15,6 +15,7 @@ import pytest
 
 from trl_dro import checkpoints
 
+from .cpu_engines import what_is_missing
 from .forks import ROOT
 
 
@@ -122,9 +123,13 @@ def quickstart(output_dir: Path, steps: int) -> list[str]:
     return ["--config", str(ROOT / "recipes" / "quickstart" / "dro" / "config.yaml"), *options]
 
 
-def test_two_machines_train_stop_queue_again_and_go_on(cluster, tmp_path, monkeypatch):
+@pytest.mark.parametrize("engine", ["cpu_ddp", pytest.param("cpu_zero3", marks=pytest.mark.slow)])
+def test_two_machines_train_stop_queue_again_and_go_on(cluster, tmp_path, monkeypatch, engine):
+    missing = what_is_missing(engine)
+    if missing is not None:
+        pytest.skip(missing)
     _, calls = cluster
-    monkeypatch.setenv("ACCELERATE_CONFIG", "cpu_ddp")
+    monkeypatch.setenv("ACCELERATE_CONFIG", engine)
     run = tmp_path / "run"
     job = submit("fsdp2.slurm", *quickstart(run, 100_000))
     deadline = time.monotonic() + 200
