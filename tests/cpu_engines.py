@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
+from torch.utils.cpp_extension import get_default_build_root
 
 
 ROOT = Path(__file__).parent.parent
@@ -38,10 +40,18 @@ def what_is_missing(engine: str) -> str | None:
     return None
 
 
+def remove_stale_locks() -> None:
+    """DeepSpeed compiles under a lock that one who was killed leaves behind, and waits for it without end."""
+    for lock in Path(get_default_build_root()).rglob("lock"):
+        if time.time() - lock.stat().st_mtime > 300:
+            lock.unlink(missing_ok=True)
+
+
 def launch(engine: str | None, module: str, *arguments: str, timeout: float) -> None:
     """Run a module on the two processes of an engine, or on one without any. An error there is one here."""
     command = [sys.executable]
     if engine is not None:
+        remove_stale_locks()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
