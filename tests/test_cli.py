@@ -611,13 +611,6 @@ def test_a_failed_launch_is_exit_code_1_without_a_traceback(config, monkeypatch,
     assert "a training process failed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_accelerate_config_is_read_by_accelerate(path):
-    from accelerate.commands.config import load_config_from_file
-
-    assert load_config_from_file(str(path)).num_processes >= 1
-
-
 RANK_REWARD = """
 import torch.distributed as dist
 

@@ -132,7 +132,8 @@ def save_state(directory: str | Path, rank: int, state: dict[str, Any]) -> None:
 def load_state(directory: str | Path, rank: int, device: torch.device | str = "cpu") -> dict[str, Any]:
     """What [`save_state`] wrote, tensors on `device`."""
     json_file, tensor_file = _state_files(directory, rank)
-    tensors = load_file(tensor_file, device=str(device))
+    # Moved here, because safetensors knows no "cpu:0", which is what DeepSpeed calls a CPU.
+    tensors = {name: tensor.to(device) for name, tensor in load_file(tensor_file).items()}
     return _decode(json.loads(json_file.read_text()), tensors)
 
 
