@@ -81,11 +81,11 @@ for _mode in LOSS_AGG_MODES:
             FULL[f"{_name}, two windows"] = {**_settings, "windows": 2}, _few
 
 # The same rollouts trained by TRL.
-TRL_GROUPS = {
-    loss_type: ({"loss_type": loss_type}, [WHOLE, "micro-batches of 2", "two generated batches"])
-    for loss_type in ("bnpo", "dapo", "grpo")
+TRL_GROUPS: dict[str, tuple[dict, list[str]]] = {
+    "bnpo": ({"loss_type": "bnpo"}, [WHOLE, "micro-batches of 2"]),
+    "bnpo, one_rank_masked": ({"loss_type": "bnpo", "rollout": one_rank_masked}, [WHOLE]),
+    "dapo": ({"loss_type": "dapo"}, ["micro-batches of 2", "two generated batches"]),
 }
-TRL_GROUPS["bnpo, one_rank_masked"] = {"loss_type": "bnpo", "rollout": one_rank_masked}, [WHOLE]
 
 
 # In the child processes
@@ -256,7 +256,7 @@ def main(engine: str, directory: Path, which: str) -> None:
         groups = {**groups, **TRL_GROUPS}
     results: dict = {}
     for name, (settings, cuts) in groups.items():
-        for cut in [WHOLE, *cuts] if engine == ONE else cuts:
+        for cut in dict.fromkeys([WHOLE, *cuts]) if engine == ONE else cuts:
             results[name, cut] = trained(engine, directory / "run", CUTS[cut], **settings)
     if which == "few":
         results["resumed"] = saved_and_resumed(engine, directory)
