@@ -325,7 +325,7 @@ def test_the_groups_differ_from_each_other(results):
         for one, two in product(runs, runs)
         if one != two and difference(runs[one], runs[two]) < 1e-3
     }
-    # The first one is spelled out in the second, and every objective has a trust region of its own in the third.
+    # The first one spells the second one's settings out in its defaults.
     assert alike == {frozenset(("every cut", "token-mean, some_rows_masked"))}
 
 
@@ -385,6 +385,13 @@ def test_a_run_resumed_inside_a_generation_block_ends_with_the_same_weights(resu
     assert list(resumed["checkpoints"]) == [4, 6]  # begun at step 2
     assert difference(resumed["weights"], whole_run["weights"]) < 1e-6
     assert resumed["logs"] == whole_run["logs"]
+
+
+def test_state_loads_onto_a_numbered_cpu(tmp_path):
+    """Which is how DeepSpeed names it, and safetensors refuses."""
+    checkpoints.save_state(tmp_path, 0, {"block": torch.arange(3)})
+    state = checkpoints.load_state(tmp_path, 0, torch.device("cpu:0"))
+    assert torch.equal(state["block"], torch.arange(3))
 
 
 @pytest.mark.parametrize("engine", [name for name in TYPES if name != "cpu_ddp"])
