@@ -109,9 +109,11 @@ CHANGES = [
     ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1 and is 2"),
     ({"num_generations": 2}, "num_generations was 4 and is 2"),
     ({"num_iterations": 2}, "num_iterations was 4 and is 2"),
-    ({"dro_beta": 0.25}, "dro_beta was 0.5 and is 0.25"),
+    ({"dro_beta": 0.25}, "policy_loss.beta was 0.5 and is 0.25"),
     ({"policy_loss": "reinforce", "dro_beta": None}, "policy_loss was 'dro' and is 'reinforce'"),
     ({"loss_agg_mode": "token-sum"}, "loss_agg_mode was 'token-mean' and is 'token-sum'"),
+    ({"temperature": 0.5}, "temperature was 1.0 and is 0.5"),
+    ({"rollout_is": "token"}, "rollout_correction was None and is"),
     ({"seed": 7}, "seed was 42 and is 7"),
     ({"scale_rewards": "group"}, "scale_rewards was 'none' and is 'group'"),
     ({"advantage_baseline": "leave-one-out"}, "advantage_baseline was 'mean' and is 'leave-one-out'"),
@@ -126,6 +128,12 @@ def test_another_setup_is_refused_with_what_it_was(make_config, saved, changes, 
 
 
 def test_another_number_of_rows_or_processes_is_refused(make_config, saved):
+    other = make_trainer(make_config(**SAVED), train_dataset=prompts().map(lambda row: {"prompt": row["prompt"][1:]}))
+    with pytest.raises(ValueError, match="train_dataset_prompts was '.*' and is '.*'"):
+        other.train(resume_from_checkpoint=str(saved[1] / "checkpoint-3"))
+    other = make_trainer(make_config(**SAVED), reward_funcs=lambda completions, **_: [0.0] * len(completions))
+    with pytest.raises(ValueError, match=r"rewards was \['length_reward'\] and is \['<lambda>'\]"):
+        other.train(resume_from_checkpoint=str(saved[1] / "checkpoint-3"))
     trainer = make_trainer(make_config(**SAVED), train_dataset=prompts(31))
     with pytest.raises(ValueError, match="train_dataset_rows was 32 and is 31"):
         trainer.train(resume_from_checkpoint=str(saved[1] / "checkpoint-3"))
@@ -140,6 +148,48 @@ def test_another_number_of_rows_or_processes_is_refused(make_config, saved):
 def test_what_does_not_touch_the_order_of_things_may_change(make_config, saved):
     trainer = resumed(make_config, saved[1] / "checkpoint-3", learning_rate=1e-3, max_steps=8, logging_steps=4)
     assert trainer.state.global_step == 8
+
+
+def test_the_same_written_otherwise_is_the_same(make_config, saved):
+    for settings in (
+        {"dro_beta": None, "policy_loss_kwargs": {"beta": 0.5}},
+        {"policy_loss_kwargs": {}},
+        {"policy_loss_kwargs": {"huber_delta": None}},
+        {"rollout_correction_preset": "disabled"},
+        {"max_completion_length": 6},
+    ):
+        assert resumed(make_config, saved[1] / "checkpoint-3", **settings).state.global_step == 6
+
+
+def test_what_a_run_does_not_go_on_from_may_be_edited(make_config, saved):
+    checkpoint = saved[1] / "checkpoint-6"
+    (checkpoint / "config.json").write_text((checkpoint / "config.json").read_text() + "\n")
+    (checkpoint / "tokenizer_config.json").unlink()
+    (checkpoint / "notes.txt").write_text("mine")
+    assert checkpoints.newest_complete(saved[1]) == (str(checkpoint), {})
+
+
+def test_a_stream_that_was_read_to_its_end_is_not_resumed_exactly(make_config, tmp_path):
+    def trained(**kwargs):
+        settings = {**SAVED, "num_iterations": 1, "max_steps": 12, "save_steps": 10}
+        trainer = make_trainer(make_config(**settings), train_dataset=prompts(8).to_iterable_dataset())
+        trainer.train(**kwargs)
+        return trainer
+
+    trained()
+    with pytest.warns(UserWarning, match="is not exact: train_dataset is a stream that had been read to its end"):
+        assert trained(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-10")).state.global_step == 12
+
+
+def test_an_evaluation_at_the_start_is_not_repeated(make_config, tmp_path):
+    settings = {**SAVED, "eval_on_start": True, "per_device_eval_batch_size": 4}
+
+    def evaluations(**kwargs):
+        trainer = make_trainer(make_config(**settings), eval_dataset=prompts(2))
+        trainer.train(**kwargs)
+        return [log["step"] for log in trainer.state.log_history if "eval_reward" in log]
+
+    assert evaluations() == evaluations(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3")) == [0]
 
 
 def test_a_checkpoint_that_is_not_whole_is_left_out(make_config, saved):
@@ -273,6 +323,48 @@ def test_sigterm_saves_and_exits(make_config, tmp_path, capfd, settings):
     said = capfd.readouterr().err
     assert "SIGTERM: a checkpoint follows after this optimizer step." in said
     assert f"Stopped by SIGTERM after 4 optimizer steps, all saved in {newest}." in said
+
+
+def test_one_request_may_come_twice(make_config, tmp_path):
+    trainer = stopping(make_config, save_strategy="epoch", eval_strategy="epoch", per_device_eval_batch_size=4)
+    trainer.eval_dataset = prompts(2)
+    compute_loss, saved = trainer.compute_loss, []
+
+    def again(*args, **kwargs):
+        loss = compute_loss(*args, **kwargs)
+        if trainer._sigterm:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    write = trainer._write_checkpoint
+    trainer.compute_loss = again
+    trainer._write_checkpoint = lambda *args: saved.append(trainer.state.global_step) or write(*args)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert saved == [4]  # and not once more at the end of the epoch, nor evaluated
+    assert not any("eval_reward" in log for log in trainer.state.log_history)
+
+
+def test_a_later_sigterm_ends_the_run_as_ever(make_config, monkeypatch):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    monkeypatch.setattr("trl_dro.resuming._SECONDS_OF_ONE_REQUEST", -1.0)
+    try:
+        trainer = stopping(make_config)
+        compute_loss = trainer.compute_loss
+
+        def again(*args, **kwargs):
+            loss = compute_loss(*args, **kwargs)
+            if trainer._sigterm and not received:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss
+
+        trainer.compute_loss = again
+        with pytest.raises(SystemExit):
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [1]
 
 
 def test_a_run_that_saves_nothing_leaves_sigterm_alone(make_config, monkeypatch):

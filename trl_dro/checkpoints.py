@@ -1,7 +1,8 @@
 """Checkpoints: which ones are whole, and the state that transformers does not save.
 
-A checkpoint is whole once `trl_dro_complete.json` is in it, which is written last and lists every other file with its
-size. A run that dies while it writes leaves none, and what was copied or deleted in part does not match the list.
+A checkpoint is whole once `trl_dro_complete.json` is in it, which is written last and lists the files that a run goes
+on from, with their sizes. A run that dies while it writes leaves none, and what was copied or deleted in part does not
+match the list.
 
 Everything written here is JSON and safetensors; nothing is pickled.
 """
@@ -9,12 +10,14 @@ Everything written here is JSON and safetensors; nothing is pickled.
 import json
 import os
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import __version__
@@ -22,15 +25,19 @@ from . import __version__
 
 MARKER = "trl_dro_complete.json"
 _STATE = "trl_dro_state"
+_BINARY = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 def _files(directory: Path) -> dict[str, int]:
-    """Sizes in bytes of all files of a checkpoint but the marker, by path relative to it."""
+    """Sizes in bytes of the files that a run goes on from, by path relative to the checkpoint.
+
+    Others, such as a README or the model's configuration, may be edited later.
+    """
     return {
         path.relative_to(directory).as_posix(): path.stat().st_size
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and not path.name.startswith(MARKER)
+        if path.is_file() and (path.suffix in _BINARY or path.name.startswith((_STATE, TRAINER_STATE_NAME)))
     }
 
 
@@ -50,7 +57,7 @@ def mark_complete(directory: str | Path, *, exact: bool, setup: dict[str, Any]) 
     directory = Path(directory)
     content = {"version": __version__, "exact": exact, "setup": setup, "files": _files(directory)}
     # Renamed into place: the marker is there whole or not at all. Ranks that share a disk may each write it.
-    written = directory / f"{MARKER}.{os.getpid()}"
+    written = directory / f"{MARKER}.{uuid.uuid4().hex}"
     with written.open("w") as file:
         json.dump(content, file, indent=1)
         file.flush()

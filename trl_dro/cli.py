@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -372,18 +373,29 @@ def _environment_restored() -> Iterator[None]:
 
 
 def _launch(launch_args: argparse.Namespace) -> int:
+    import psutil
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    def pass_on(number: int, frame: object) -> None:
+        for process in psutil.Process().children():
+            process.send_signal(number)
+
+    # For a single process accelerate waits without passing on what it gets. For several, torch has its own handler.
+    before = signal.signal(signal.SIGTERM, pass_on)
     try:
         launch_command(launch_args)
     except (subprocess.CalledProcessError, ChildFailedError) as error:
+        if isinstance(error, subprocess.CalledProcessError) and error.returncode == 128 + signal.SIGTERM:
+            return error.returncode  # it has saved, and said so
         # The processes have printed what went wrong; a traceback through the launcher would bury it.
         print(f"trl-dro train: error: a training process failed ({type(error).__name__}).", file=sys.stderr)
         return 1
     except SignalException as stopped:  # its processes have had time to save, and have said so
         return 128 + stopped.sigval
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -20,6 +20,7 @@ from .models import checked_batching, without_model_sampling
 from .objectives import DRO
 from .off_policy_rules import correcting_field
 from .policy_loss import PolicyLoss
+from .redaction import without_secrets
 from .reward_checks import COMPLETION_COLUMN
 from .rollout_correction import RolloutCorrection, mismatch_metrics
 from .rollouts import ResumableSampler, check_completions, check_prompt_ids, fill_empty, shortened
@@ -108,6 +109,7 @@ class GeneratingTrainer(EvaluatingTrainer):
     def _server_is_gone(self, error: OSError) -> str:
         args = self.args
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        url = without_secrets(url)
         return (
             f"The vLLM server at {url} does not answer at step {self.state.global_step} ({type(error).__name__}). See "
             "its log for why, start it again, and go on from the newest checkpoint with `resume_from_checkpoint=True` "

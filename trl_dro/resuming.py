@@ -1,17 +1,22 @@
 """Stopping and going on: whole checkpoints, exact resumption, and a clean end on SIGTERM."""
 
+import hashlib
+import json
+import os
 import signal
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
+from datasets import Dataset
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -30,6 +35,8 @@ from .checkpoints import (
 )
 from .config import DROConfig
 from .config_rules import refusal
+from .off_policy_rules import CORRECTION_FIELDS
+from .policy_loss import canonical_name
 from .redaction import without_secrets
 from .steering import temporarily
 from .windowed import WindowedTrainer
@@ -37,6 +44,11 @@ from .windowed import WindowedTrainer
 
 # Inherited fields on which the order of prompts, or what was made of them already, depends.
 _INHERITED_SETUP = (
+    "beta",
+    "use_bias_correction_kl",
+    "temperature",
+    "off_policy_mask_threshold",
+    "top_entropy_quantile",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
@@ -47,19 +59,56 @@ _INHERITED_SETUP = (
     "scale_rewards",
 )
 
-# Fields of this package that may change between a run and its continuation.
+# Fields of this package that are compared as what they come to, or may change between a run and its continuation.
+_RESOLVED = {"policy_loss", "policy_loss_kwargs", "dro_beta", "dro_level", "dro_huber_delta", "loss_scale_factor"}
+_RESOLVED |= {*CORRECTION_FIELDS, "rollout_correction_preset"}
 _FREE = {"derived_fields", "reward_timeout", "vllm_importance_sampling_correction"}
+
+# How many rows' prompts tell whether a dataset is the same.
+_PROMPTS_COMPARED = 100
+
+# A process group is often signalled as a whole, and the launcher passes on what it got: one request comes twice.
+_SECONDS_OF_ONE_REQUEST = 10.0
 
 # What a process that was ended by SIGTERM returns to its shell.
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
-def setup_of(args: DROConfig, train_rows: int | None) -> dict[str, Any]:
-    """What must be the same when a run is resumed: batch geometry, objective, correction, and the order of prompts."""
+def setup_of(args: DROConfig, train_dataset: Any, rewards: list[str]) -> dict[str, Any]:
+    """What must be the same when a run is resumed: batches, objective, correction, rewards, order of prompts."""
     inherited = {field.name for field in fields(GRPOConfig)}
-    own = [field.name for field in fields(DROConfig) if field.name not in inherited | _FREE]
-    setup = {name: getattr(args, name) for name in (*_INHERITED_SETUP, *own)}
-    return {"processes": args.world_size, "train_dataset_rows": train_rows, **without_secrets(setup)}
+    own = [field.name for field in fields(DROConfig) if field.name not in inherited | _FREE | _RESOLVED]
+    scale = args.loss_scale_factor or args.max_completion_length
+    correction = args.build_rollout_correction()
+    return {
+        "processes": args.world_size,
+        **_about_data(train_dataset),
+        "rewards": rewards,
+        **{name: getattr(args, name) for name in (*_INHERITED_SETUP, *own)},
+        "policy_loss": canonical_name(args.policy_loss),
+        **{f"policy_loss.{name}": value for name, value in _parameters(args.build_policy_loss()).items()},
+        "loss_scale_factor": scale if args.loss_agg_mode == "seq-mean-token-sum-norm" else None,
+        "rollout_correction": None if correction is None else asdict(correction),
+    }
+
+
+def _parameters(objective: Any) -> dict[str, Any]:
+    return (
+        {field.name: getattr(objective, field.name) for field in fields(objective)} if is_dataclass(objective) else {}
+    )
+
+
+def _about_data(dataset: Any) -> dict[str, Any]:
+    """Number of rows, and a digest of some prompts, where the dataset is at hand."""
+    if not isinstance(dataset, Dataset):
+        return {"train_dataset_rows": None}
+    about: dict[str, Any] = {"train_dataset_rows": len(dataset)}
+    if "prompt" in dataset.column_names:
+        step = max(1, len(dataset) // _PROMPTS_COMPARED)
+        prompts = dataset.select_columns("prompt").with_format(None)
+        text = repr([prompts[row]["prompt"] for row in range(0, len(dataset), step)])
+        about["train_dataset_prompts"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return about
 
 
 def check_setup(saved: dict[str, Any], now: dict[str, Any], checkpoint: str) -> None:
@@ -124,16 +173,27 @@ class _StopCallback(TrainerCallback):
             control.should_save, control.should_training_stop = True, True
             control.should_evaluate = False  # who sends SIGTERM waits for seconds, not for an evaluation
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.agreed:  # transformers passes here on its way out, and it is all saved
+            control.should_save, control.should_evaluate = False, False
+
 
 @contextmanager
 def _noting_sigterm(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` on the first SIGTERM; the second one ends the process as ever."""
+    """Call `note` on the first SIGTERM; one that comes some time later ends the process as ever."""
     before = signal.getsignal(signal.SIGTERM)
+    received: list[float] = []
 
     def handle(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, before)
-        print("SIGTERM: a checkpoint follows after this optimizer step.", file=sys.stderr, flush=True)
-        note()
+        received.append(time.monotonic())
+        if len(received) == 1:
+            print("SIGTERM: a checkpoint follows after this optimizer step.", file=sys.stderr, flush=True)
+            note()
+        elif received[-1] - received[0] > _SECONDS_OF_ONE_REQUEST:
+            signal.signal(signal.SIGTERM, before)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, handle)
     try:
@@ -167,10 +227,10 @@ class ResumableTrainer(WindowedTrainer):
         """
         self._sigterm, self._stop.agreed = False, False
         checkpoint = self._agreed_checkpoint(resume_from_checkpoint)
+        # A resumed run has had its evaluation at the start.
+        start = {"eval_on_start": False} if checkpoint is not None else {}
         handled = self._notes_sigterm and threading.current_thread() is threading.main_thread()
-        if not handled:
-            return super().train(checkpoint, trial, ignore_keys_for_eval)
-        with _noting_sigterm(self._note_sigterm):
+        with temporarily(self.args, **start), _noting_sigterm(self._note_sigterm) if handled else nullcontext():
             result = super().train(checkpoint, trial, ignore_keys_for_eval)
         if self._stop.agreed:
             if self.accelerator.is_main_process:
@@ -216,8 +276,8 @@ class ResumableTrainer(WindowedTrainer):
         return checkpoint
 
     def _setup(self) -> dict[str, Any]:
-        rows = len(cast(Any, self.train_dataset)) if hasattr(self.train_dataset, "__len__") else None
-        return setup_of(self.args, rows)
+        setup = setup_of(self.args, self.train_dataset, self.reward_func_names)
+        return json.loads(json.dumps(without_secrets(setup), default=str))  # as it comes back from a file
 
     # Saving
 
@@ -302,8 +362,11 @@ class ResumableTrainer(WindowedTrainer):
             inexact = "it was saved with save_only_model=True, so optimizer, schedule and rollouts begin anew"
         elif self.args.ignore_data_skip:
             inexact = "ignore_data_skip=True begins the epoch's prompts again, and new rollouts with them"
+        elif not isinstance(self.train_dataset, Sized) and (self.state.epoch or 0) >= 1:
+            inexact = "train_dataset is a stream that had been read to its end, and goes on from elsewhere"
         if inexact is not None:
             warnings.warn(f"Resuming from {checkpoint} is not exact: {inexact}.", stacklevel=2)
+        if not read_marker(checkpoint)["exact"] or self.args.ignore_data_skip:
             return
         state = load_state(checkpoint, self.accelerator.process_index, self.accelerator.device)
         self._step = state["step"]

@@ -183,12 +183,12 @@ def _within(timeout: float | None, function: Callable[[], Any]) -> Any:
     """
     if timeout is None:
         return function()
-    results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             results.put((function(), None))
-        except Exception as error:
+        except BaseException as error:
             results.put((None, error))
 
     threading.Thread(target=run, daemon=True).start()
