@@ -647,3 +647,30 @@ def test_two_processes_train_together_and_print_once(launcher, config, tmp_path)
     for line in ("step 2/2 |", "held-out reward:", "Saved in"):
         assert done.stdout.count(line) == 1
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+LAUNCHED = """
+import os, signal, subprocess, sys
+import accelerate.commands.launch
+from trl_dro import cli
+
+def launch_command(args):
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+    code += "print(1, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    os.kill(os.getpid(), signal.SIGTERM)  # what a scheduler sends to the launcher
+    if process.wait() != 0:
+        raise subprocess.CalledProcessError(process.returncode, "child")
+
+accelerate.commands.launch.launch_command = launch_command
+before = signal.getsignal(signal.SIGTERM)
+code = cli._launch(None)
+assert signal.getsignal(signal.SIGTERM) is before
+sys.exit(code)
+"""
+
+
+def test_the_launcher_of_one_process_passes_sigterm_on_and_its_code_back():
+    done = subprocess.run([sys.executable, "-c", LAUNCHED], check=False, timeout=60, cwd=ROOT)
+    assert done.returncode == 143

@@ -139,6 +139,14 @@ def test_a_limit_changes_nothing_for_a_function_that_keeps_it(make_config):
     assert "Raised by reward function 'raising' at step 0." in raised.value.__notes__
 
 
+def test_a_limit_hides_no_exit():
+    def leaving(completions, **_):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        checked_reward(leaving, "leaving", 5.0)(prompts=["a"], completions=["b"])
+
+
 def test_a_timeout_of_the_functions_own_is_its_error():
     def own(completions, **_):
         raise TimeoutError("the judge did not answer")

@@ -93,9 +93,9 @@ def setup_of(args: DROConfig, train_dataset: Any, rewards: list[str]) -> dict[st
 
 
 def _parameters(objective: Any) -> dict[str, Any]:
-    return (
-        {field.name: getattr(objective, field.name) for field in fields(objective)} if is_dataclass(objective) else {}
-    )
+    if not is_dataclass(objective):  # one of the user's own
+        return {}
+    return {field.name: getattr(objective, field.name) for field in fields(objective)}
 
 
 def _about_data(dataset: Any) -> dict[str, Any]:
