@@ -465,7 +465,10 @@ def test_what_a_library_refuses_is_one_line_that_names_the_place(dataset_config,
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_built(config, tmp_path, capsys):
-    for asked, message in (("true", "there is no checkpoint in output_dir="), ("mine", "there is no such directory")):
+    for asked, message in (
+        ("true", "there is no whole checkpoint in output_dir="),
+        ("mine", "there is no such directory"),
+    ):
         line = refused_by_train(capsys, "--config", config(), "--resume_from_checkpoint", asked)
         assert line.startswith(f"resume_from_checkpoint='{asked}' is refused: {message}")
     assert list((tmp_path / "run").iterdir()) == []

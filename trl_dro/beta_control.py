@@ -103,9 +103,8 @@ class AdaptiveBeta(TrainerCallback, ExportableState):
         """In a resumed run, go on from where the checkpoint was, towards the target of this run."""
         config = cast("DROConfig", args)  # transformers may have put a callback with the saved target in place
         self._aim(cast(float, config.dro_target_kl), math.ceil(config.batch_plan().windows_per_generation))
-        callbacks = cast(dict, state.stateful_callbacks)
-        # One that was not there when the checkpoint was made has no entry, and transformers saves only those that do.
-        saved = callbacks.setdefault(type(self).__name__, self.state())
-        self.beta = saved["args"]["beta"]
-        for name, value in saved["attributes"].items():
-            setattr(self, name, value)
+        saved = cast(dict, state.stateful_callbacks or {}).get(type(self).__name__)
+        if saved:
+            self.beta = saved["args"]["beta"]
+            for name, value in saved["attributes"].items():
+                setattr(self, name, value)

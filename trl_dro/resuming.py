@@ -61,7 +61,7 @@ _INHERITED_SETUP = (
 
 # Fields of this package that are compared as what they come to, or may change between a run and its continuation.
 _RESOLVED = {"policy_loss", "policy_loss_kwargs", "dro_beta", "dro_level", "dro_huber_delta", "loss_scale_factor"}
-_RESOLVED |= {*CORRECTION_FIELDS, "rollout_correction_preset"}
+_RESOLVED |= {*CORRECTION_FIELDS, "rollout_correction_preset", "dro_target_kl"}
 _FREE = {"derived_fields", "reward_timeout", "vllm_importance_sampling_correction"}
 
 # How many rows' prompts tell whether a dataset is the same.
@@ -86,6 +86,7 @@ def setup_of(args: DROConfig, train_dataset: Any, rewards: list[str]) -> dict[st
         "rewards": rewards,
         **{name: getattr(args, name) for name in (*_INHERITED_SETUP, *own)},
         "policy_loss": canonical_name(args.policy_loss),
+        "adapts_dro_beta": args.dro_target_kl is not None,
         **{f"policy_loss.{name}": value for name, value in _parameters(args.build_policy_loss()).items()},
         "loss_scale_factor": scale if args.loss_agg_mode == "seq-mean-token-sum-norm" else None,
         "rollout_correction": None if correction is None else asdict(correction),
