@@ -240,11 +240,16 @@ def _check_names(name: str, columns: list[str], *, has_environment: bool) -> Non
             )
 
 
-def _prompts(dataset: Any) -> Iterator[Any]:
-    """The prompts of a dataset at hand. Streams, and prompts that are made or decoded, are checked batch by batch."""
+def has_prompts_at_hand(dataset: Any) -> bool:
+    """Whether prompts can be read off: not those of a stream, nor ones that are made or decoded when asked for."""
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
-        return
-    if dataset.format["type"] != "custom" and not require_decoding(dataset.features["prompt"]):
+        return False
+    return dataset.format["type"] != "custom" and not require_decoding(dataset.features["prompt"])
+
+
+def _prompts(dataset: Any) -> Iterator[Any]:
+    """The prompts of a dataset at hand. Others are checked batch by batch."""
+    if has_prompts_at_hand(dataset):
         for table in dataset.select_columns("prompt").with_format("arrow").iter(1000):
             yield from table["prompt"].to_pylist()
 

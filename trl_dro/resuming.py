@@ -33,6 +33,7 @@ from .checkpoints import (
     save_state,
     what_is_missing,
 )
+from .checks import has_prompts_at_hand
 from .config import DROConfig
 from .config_rules import refusal
 from .off_policy_rules import CORRECTION_FIELDS
@@ -104,7 +105,7 @@ def _about_data(dataset: Any) -> dict[str, Any]:
     if not isinstance(dataset, Dataset):
         return {"train_dataset_rows": None}
     about: dict[str, Any] = {"train_dataset_rows": len(dataset)}
-    if "prompt" in dataset.column_names:
+    if has_prompts_at_hand(dataset):  # what is decoded, such as an image, is written otherwise each time
         step = max(1, len(dataset) // _PROMPTS_COMPARED)
         prompts = dataset.select_columns("prompt").with_format(None)
         text = repr([prompts[row]["prompt"] for row in range(0, len(dataset), step)])
