@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig, get_peft_config, get_quantization_config
@@ -40,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "whole modules": {},
     "whole modules, with a KL term": PENALISED,
 }
+# Resumed as well, from inside a generated batch.
+RESUMED = ["fresh", "continued, with a KL term", "named", "whole modules"]
 ENGINES = [ONE, "cpu_ddp", "cpu_fsdp2", "cpu_zero3"]
 
 
@@ -65,16 +68,22 @@ def given(case: str, directory: Path) -> dict[str, Any]:
     return {"model": get_peft_model(base, LoraConfig(**LORA), adapter_name="policy")}
 
 
-def train(engine: str, case: str, directory: Path) -> dict[str, Any]:
+def train(engine: str, case: str, directory: Path, checkpoint: Path | None = None) -> dict[str, Any]:
+    # Every trainer has an engine of its own, as in a process of its own.
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {
         **FAST,
-        "output_dir": str(directory / "run"),
+        "output_dir": str(directory / "runs" / case),
+        "save_strategy": "steps" if case in RESUMED else "no",
+        "save_steps": 1,
         "ddp_timeout": 60,
         "shuffle_dataset": False,
         "per_device_train_batch_size": 8 // world_size,
         "gradient_accumulation_steps": 1,
         "optim": "sgd",
+        "optim_args": "momentum=0.5",
         "learning_rate": 0.5,
         "dro_beta": 0.5,
         "max_steps": 4,
@@ -88,12 +97,13 @@ def train(engine: str, case: str, directory: Path) -> dict[str, Any]:
         rollout_func=scripted_rollout,
         **given(case, directory),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     if engine != ONE:
         assert trainer.accelerator.num_processes == 2
         assert trainer.accelerator.state.distributed_type == TYPES[engine]
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
-    trainer.save_model(str(directory / case))
+    if checkpoint is None:
+        trainer.save_model(str(directory / case))
     held = gathered(trainer)
     logged = ("policy_loss", "kl", "dro/kl_k2", "grad_norm")
     logs = [{name: log[name] for name in logged if name in log} for log in trainer.state.log_history[:4]]
@@ -103,13 +113,11 @@ def train(engine: str, case: str, directory: Path) -> dict[str, Any]:
 def main(engine: str, directory: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from accelerate.state import AcceleratorState, GradientState
-
-    results = {}
+    results: dict[Any, Any] = {}
     for case in CASES:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
         results[case] = train(engine, case, directory)
+    for case in RESUMED:
+        results["resumed", case] = train(engine, case, directory, directory / "runs" / case / "checkpoint-1")
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(results, directory / "results.pt")
     if engine != ONE:
@@ -156,6 +164,16 @@ def test_an_adapter_trains_alike_everywhere_and_loads_again(results, engine, cas
     if "KL term" in case:
         assert run["logs"][0]["kl"] == pytest.approx(0.0, abs=1e-6)
         assert run["logs"][3]["kl"] > 1e-6
+
+
+@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_adapter_goes_on_from_inside_a_generated_batch(results, engine, case):
+    whole, resumed = results(engine)[case], results(engine)["resumed", case]
+    assert len(resumed["logs"]) == 4  # the first was restored
+    assert resumed["logs"] == whole["logs"]
+    for name, trained in resumed["weights"].items():
+        torch.testing.assert_close(trained, whole["weights"][name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["fresh", "continued", "named", "whole modules"])

@@ -5,6 +5,7 @@ training, so one launch of each engine trains all its cases in one process group
 """
 
 import os
+import re
 import sys
 import warnings
 from itertools import product
@@ -24,7 +25,7 @@ from trl_dro.aggregation import LOSS_AGG_MODES
 
 from .cpu_engines import ONE, TYPES, keep_fsdp_on_cpu, launched_once, share_held, whole
 from .test_trainer import record_inputs, scripted_rollout
-from .tiny import FAST, length_reward, prompts, tiny_model, tiny_tokenizer
+from .tiny import FAST, falling_reward, length_reward, prompts, tiny_model, tiny_tokenizer
 
 
 STEPS = 5
@@ -103,7 +104,13 @@ def dealt(windows: int, rows: dict) -> dict:
 
 
 def make_trainer(
-    directory: Path, *, loss_type: str | None = None, from_disk: bool = False, rollout=None, **settings
+    directory: Path,
+    *,
+    loss_type: str | None = None,
+    from_disk: bool = False,
+    rollout=None,
+    reward=length_reward,
+    **settings,
 ) -> GRPOTrainer:
     # Every trainer has an engine of its own, as in a process of its own.
     AcceleratorState._reset_state()
@@ -115,7 +122,7 @@ def make_trainer(
         trainer_class, args = GRPOTrainer, GRPOConfig(loss_type=loss_type, **settings)
     return trainer_class(
         model=str(directory.parent / "base") if from_disk else tiny_model(num_hidden_layers=2),
-        reward_funcs=length_reward,
+        reward_funcs=reward,
         args=args,
         train_dataset=prompts(),
         eval_dataset=prompts(2),
@@ -202,8 +209,10 @@ LOGGED = (
 class Gathering(TrainerCallback):
     """Keeps the whole weights of every checkpoint."""
 
-    def __init__(self):
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer = trainer
         self.weights: dict[int, dict] = {}
+        trainer.add_callback(self)
 
     def on_save(self, args, state, control, **kwargs):
         self.weights[state.global_step] = gathered(self.trainer)
@@ -236,15 +245,41 @@ def saved_and_resumed(engine: str, directory: Path) -> dict:
     for name, checkpoint in (("whole", None), ("resumed", str(directory / "whole" / "checkpoint-2"))):
         trainer = make_trainer(directory / name, seed=42, **settings)
         torch.manual_seed(len(name))  # what is drawn next is the checkpoint's to say
-        gathering = Gathering()
-        gathering.trainer = trainer
-        trainer.add_callback(gathering)
+        gathering = Gathering(trainer)
         trainer.train(resume_from_checkpoint=checkpoint)
         check_engine(trainer, engine)
         trainer.save_model(str(directory / name / "final"))
         logs = [{key: log[key] for key in LOGGED if key in log} for log in trainer.state.log_history]
         runs[name] = {"weights": gathered(trainer), "checkpoints": gathering.weights, "logs": logs}
     return runs
+
+
+def best(directory: Path) -> dict:
+    """A run whose first checkpoint is the best one, which is loaded at its end."""
+    trainer = make_trainer(
+        directory,
+        reward=falling_reward,
+        max_steps=2,
+        learning_rate=1e-2,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        load_best_model_at_end=True,
+    )
+    gathering = Gathering(trainer)
+    trainer.train()
+    return {"loaded": gathered(trainer), "checkpoints": gathering.weights}
+
+
+def refused(directory: Path) -> str | None:
+    """What is said of a run that saves an optimizer without a state."""
+    try:
+        make_trainer(directory, optim="sgd", save_strategy="steps")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def main(engine: str, directory: Path, which: str) -> None:
@@ -259,6 +294,8 @@ def main(engine: str, directory: Path, which: str) -> None:
             results[name, cut] = trained(engine, directory / "run", CUTS[cut], **settings)
     if which == "few":
         results["resumed"] = saved_and_resumed(engine, directory)
+        results["best"] = best(directory / "best")
+        results["refused"] = refused(directory / "refused")
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(results, directory / "results.pt")
     if engine != ONE:
@@ -376,6 +413,20 @@ def test_a_run_resumed_inside_a_generation_block_ends_with_the_same_weights(resu
     assert list(resumed["checkpoints"]) == [4, 6]  # begun at step 2
     assert difference(resumed["weights"], whole_run["weights"]) < 1e-6
     assert resumed["logs"] == whole_run["logs"]
+
+
+@pytest.mark.parametrize("engine", [ONE, *TYPES])
+def test_the_best_weights_are_loaded_at_the_end(results, engine):
+    run = results(engine)["best"]
+    assert difference(run["loaded"], run["checkpoints"][1]) == 0.0
+    assert difference(run["loaded"], run["checkpoints"][2]) > 1e-3
+
+
+@pytest.mark.parametrize("engine", [ONE, *TYPES])
+def test_a_run_that_could_not_be_resumed_is_refused(results, engine):
+    said = results(engine)["refused"]
+    assert (said is not None) == (engine == "cpu_fsdp2")
+    assert said is None or re.match(r"optim='sgd' is refused: under FSDP2 .* Write `optim_args='momentum=0.9'`", said)
 
 
 def test_state_loads_onto_a_numbered_cpu(tmp_path):

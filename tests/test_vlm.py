@@ -1,9 +1,10 @@
 """Vision-language models, small enough to be built here: their weights after training equal TRL's."""
 
+import datasets
 import numpy
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from PIL import Image
 from transformers import (
     CLIPImageProcessorPil,
@@ -125,6 +126,18 @@ def pictures(seed: int = 0) -> Dataset:
     )
 
 
+def pictures_in_prompts() -> Dataset:
+    """The same, but for the images, which are parts of the messages."""
+
+    def row(prompt, image):
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": prompt[0]["content"]}]
+        return {"prompt": [{"role": "user", "content": parts}]}
+
+    part = {"type": Value("string"), "image": datasets.Image(), "text": Value("string")}
+    features = Features({"prompt": [{"role": Value("string"), "content": [part]}]})
+    return Dataset.from_list([row(**each) for each in pictures()], features=features)
+
+
 def variety(completions, **_) -> list[float]:
     return [len(set(completion[0]["content"])) / 8 for completion in completions]
 
@@ -135,12 +148,12 @@ def configs(output_dir, **options) -> tuple[GRPOConfig, DROConfig]:
     return source, DROConfig.from_grpo_config(source)
 
 
-def build(trainer_class, args, family: str, seed: int = 0):
+def build(trainer_class, args, family: str, seed: int = 0, train_dataset: Dataset | None = None):
     return trainer_class(
         model=tiny_vlm(family).double(),
         reward_funcs=variety,
         args=args,
-        train_dataset=pictures(seed),
+        train_dataset=pictures(seed) if train_dataset is None else train_dataset,
         processing_class=tiny_processor(family),
     )
 
@@ -180,3 +193,19 @@ def test_a_multimodal_model_keeps_its_own_positions(family, tmp_path):
         time, height, width = by_the_loss
         assert (time != height).any()
         assert (height != width).any()
+
+
+@pytest.mark.parametrize("data", [pictures, pictures_in_prompts])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_with_pictures_goes_on_exactly(family, data, tmp_path):
+    geometry = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
+    _, config = configs(tmp_path, **geometry, save_strategy="steps", save_steps=3, max_steps=6)
+
+    def trained(**kwargs):
+        trainer = build(DROTrainer, config, family, train_dataset=data())
+        trainer.train(**kwargs)
+        return trainer.model
+
+    whole, again = trained(), trained(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert largest_difference(tiny_vlm(family), whole) > 1e-2
+    assert largest_difference(whole, again) == 0.0

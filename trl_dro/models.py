@@ -1,5 +1,6 @@
 """What the trainer does to models beside training them: dropout, position ids, the reference adapter."""
 
+import functools
 import inspect
 import warnings
 from types import MethodType
@@ -224,3 +225,43 @@ def gather_trained_head(model: Any) -> None:
     sharded = isinstance(head, FSDPModule) and isinstance(getattr(head, "weight", None), DTensor)
     if sharded and head.weight.requires_grad:
         head.unshard()
+
+
+def names_not_loaded(model: nn.Module, load_result: Any) -> list[str]:
+    """Names that a state dict had and the model has not, or the other way round.
+
+    Args:
+        model: what the state dict was loaded into.
+        load_result: what `load_state_dict` returned.
+
+    Returns:
+        Without the names of tied weights, which are in the file under one of their names.
+    """
+    held = model.state_dict()
+    loaded = {tensor.data_ptr() for name, tensor in held.items() if name not in load_result.missing_keys}
+    missing = [name for name in load_result.missing_keys if name in held and held[name].data_ptr() not in loaded]
+    return missing + list(load_result.unexpected_keys)
+
+
+def load_converted(model: Any, directory: str) -> None:
+    """Load weights that `save_pretrained` wrote under other names than the model has in memory.
+
+    transformers saves some models (mixtures of experts, most with pictures) in the layout of the Hub and converts when
+    it loads them by `from_pretrained`. Its trainer does not convert: it keeps the weights that are in memory.
+
+    Args:
+        model: a transformers model.
+        directory: what `save_pretrained` wrote.
+
+    Raises:
+        ValueError: some weights are not in the directory.
+    """
+    dtype = functools.reduce(torch.promote_types, {parameter.dtype for parameter in model.parameters()})
+    saved, found = type(model).from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    lacking = [*found["missing_keys"], *found["mismatched_keys"]]
+    if lacking:
+        raise ValueError(
+            f"The weights in {directory} are not those of this {type(model).__name__}: {lacking[:3]} and others are "
+            f"not there ({len(lacking)} in all). Write `model={directory!r}` to train what is there."
+        )
+    model.load_state_dict(saved.state_dict())

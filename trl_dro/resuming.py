@@ -36,6 +36,7 @@ from .checkpoints import (
 from .checks import has_prompts_at_hand
 from .config import DROConfig
 from .config_rules import refusal
+from .models import is_adapter_model, load_converted, names_not_loaded
 from .off_policy_rules import CORRECTION_FIELDS
 from .policy_loss import canonical_name
 from .redaction import without_secrets
@@ -209,14 +210,25 @@ class ResumableTrainer(WindowedTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._check_optimizer_can_be_loaded()
         self._stop = _StopCallback()
         self.add_callback(self._stop)
         self._sigterm = False
+        self._not_loaded: list[str] = []
 
     @property
-    def _notes_sigterm(self) -> bool:
-        """Whether SIGTERM leads to a checkpoint. The same on all ranks."""
+    def _saves(self) -> bool:
+        """Whether there are checkpoints, and so one on SIGTERM. The same on all ranks."""
         return SaveStrategy(self.args.save_strategy) != SaveStrategy.NO
+
+    def _check_optimizer_can_be_loaded(self) -> None:
+        """Refuse what torch fails at when the run is resumed."""
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        whole = plugin is not None and plugin.fsdp_version == 2 and plugin.state_dict_type.name == "FULL_STATE_DICT"
+        stateless = self.args.optim == "sgd" and "momentum" not in str(self.args.optim_args)
+        if whole and stateless and self._saves and not self.args.save_only_model:
+            allowed = "under FSDP2 torch cannot load an optimizer that keeps no state, so the run could not be resumed"
+            raise refusal("optim", "sgd", allowed, "optim_args='momentum=0.9'")
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
@@ -231,7 +243,7 @@ class ResumableTrainer(WindowedTrainer):
         checkpoint = self._agreed_checkpoint(resume_from_checkpoint)
         # A resumed run has had its evaluation at the start.
         start = {"eval_on_start": False} if checkpoint is not None else {}
-        handled = self._notes_sigterm and threading.current_thread() is threading.main_thread()
+        handled = self._saves and threading.current_thread() is threading.main_thread()
         with temporarily(self.args, **start), _noting_sigterm(self._note_sigterm) if handled else nullcontext():
             result = super().train(checkpoint, trial, ignore_keys_for_eval)
         if self._stop.agreed:
@@ -251,7 +263,7 @@ class ResumableTrainer(WindowedTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
-        if self._notes_sigterm:  # carried by the reduction of the metrics, to cost no collective of its own
+        if self._saves:  # carried by the reduction of the metrics, to cost no collective of its own
             asked = torch.tensor(float(self._sigterm), device=self.accelerator.device)
             self._accumulators["train"].add_mean("_stop", asked)
         return loss
@@ -351,6 +363,31 @@ class ResumableTrainer(WindowedTrainer):
             "accumulated": self._accumulators["train"].state(),
             "reference": self._reference_weights() if self._saves_reference else None,
         }
+
+    # Loading
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(checkpoint, model)
+        self._load_what_was_renamed(checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = str(self.state.best_model_checkpoint)
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if is_adapter_model(self.model) and not sharded:
+            # transformers looks for the adapter called `default` only. One of another name is in its own directory.
+            self._load_from_checkpoint(best)
+        else:
+            super()._load_best_model()
+            self._load_what_was_renamed(best)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Noted: where transformers warns of names and goes on without the weights, they are loaded otherwise."""
+        self._not_loaded = names_not_loaded(cast(Any, self.model), load_result)
+
+    def _load_what_was_renamed(self, directory: str) -> None:
+        if self._not_loaded:
+            load_converted(self.model, directory)
+        self._not_loaded = []
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
