@@ -255,6 +255,7 @@ class ResumableTrainer(WindowedTrainer):
                     file=sys.stderr,
                     flush=True,
                 )
+            self.end()  # without it a process group may end in an abort, with another exit code
             sys.exit(SIGTERM_EXIT_CODE)
         return result
 
