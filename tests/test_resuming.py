@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_dro import checkpoints
+from trl_dro import DROTrainer, checkpoints
 from trl_dro.resuming import SIGTERM_EXIT_CODE
 
 from .test_off_policy import engine
@@ -230,6 +230,25 @@ def test_a_checkpoint_of_trl_is_no_begin_to_go_on_from(make_config, tmp_path):
     ).train()
     with pytest.raises(ValueError, match=r"this checkpoint is not whole, trl_dro_complete.json is missing"):
         resumed(make_config, tmp_path / "grpo" / "checkpoint-1")
+
+
+@pytest.mark.parametrize(("trainer_class", "steps"), [(GRPOTrainer, 7), (DROTrainer, 6)])
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_finished_run_takes_no_further_step(build, tmp_path, trainer_class, steps, strategy):
+    settings = {**SAVED, "save_strategy": "steps", "eval_strategy": strategy, "per_device_eval_batch_size": 4}
+    build(trainer_class, settings=settings, eval_dataset=prompts(2)).train()
+    again = build(trainer_class, settings=settings, eval_dataset=prompts(2))
+    checkpoint = str(tmp_path / "run" / "checkpoint-6")
+    if trainer_class is DROTrainer:
+        before = sorted(path.name for path in (tmp_path / "run").iterdir())
+        with pytest.warns(UserWarning, match=r"is the end of its run \(optimizer step 6 of 6\): nothing is trained"):
+            again.train(resume_from_checkpoint=checkpoint)
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+        saved = Qwen3ForCausalLM.from_pretrained(checkpoint)
+        assert largest_difference(weights(again), dict(saved.named_parameters())) == 0.0
+    else:
+        again.train(resume_from_checkpoint=checkpoint)
+    assert again.state.global_step == steps
 
 
 def test_there_must_be_something_to_resume_from(make_config, tmp_path):

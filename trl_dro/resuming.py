@@ -168,6 +168,7 @@ class _StopCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.agreed = False
+        self.was_finished = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -179,7 +180,7 @@ class _StopCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.agreed:  # transformers passes here on its way out, and it is all saved
+        if self.agreed or self.was_finished:  # transformers passes here on its way out, and it is all saved
             control.should_save, control.should_evaluate = False, False
 
 
@@ -239,7 +240,7 @@ class ResumableTrainer(WindowedTrainer):
             ValueError: the checkpoint is not whole, or was made with another setup.
             SystemExit: with code 143, after SIGTERM.
         """
-        self._sigterm, self._stop.agreed = False, False
+        self._sigterm, self._stop.agreed, self._stop.was_finished = False, False, False
         checkpoint = self._agreed_checkpoint(resume_from_checkpoint)
         # A resumed run has had its evaluation at the start.
         start = {"eval_on_start": False} if checkpoint is not None else {}
@@ -261,6 +262,20 @@ class ResumableTrainer(WindowedTrainer):
 
     def _note_sigterm(self) -> None:
         self._sigterm = True
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        """None for a run that was finished when it was resumed. transformers would take one more step."""
+        if self.state.global_step >= self.state.max_steps:
+            warnings.warn(
+                f"The checkpoint is the end of its run (optimizer step {self.state.global_step} of "
+                f"{self.state.max_steps}): nothing is trained. Write a larger max_steps or num_train_epochs.",
+                stacklevel=2,
+            )
+            self._stop.was_finished = self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
