@@ -55,7 +55,11 @@ def mark_complete(directory: str | Path, *, exact: bool, setup: dict[str, Any]) 
         setup: settings that must be the same when the run goes on.
     """
     directory = Path(directory)
-    content = {"version": __version__, "exact": exact, "setup": setup, "files": _files(directory)}
+    files = _files(directory)
+    content = {"version": __version__, "exact": exact, "setup": setup, "files": files}
+    for name in files:  # a machine that dies could otherwise keep the marker and lose what it lists
+        with (directory / name).open("rb") as file:
+            os.fsync(file.fileno())
     # Renamed into place: the marker is there whole or not at all. Ranks that share a disk may each write it.
     written = directory / f"{MARKER}.{uuid.uuid4().hex}"
     with written.open("w") as file:
