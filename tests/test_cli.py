@@ -259,7 +259,9 @@ def test_errors_are_one_message_and_an_exit_code(argv, code, message, capsys, mo
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_help_explains_the_command(command, capsys):
     assert exit_code(command, "--help") == 0
-    assert f"usage: trl-dro {command} --config X.yaml" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"usage: trl-dro {command} --config X.yaml" in said
+    assert "`auto` for it if there is one" in " ".join(said.split())
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback(config):

@@ -90,6 +90,9 @@ def make_parser(prog: str | None = None, config_class: type[DROConfig] = DROConf
     parser = DROParser((DROScriptArguments, config_class, ModelConfig, DatasetMixtureConfig), prog=prog)
     # transformers declares a path, but `true` is no path, in a file as on the command line.
     parser._hints["resume_from_checkpoint"] = str | bool | None
+    for action in parser._actions:
+        if action.dest == "resume_from_checkpoint":
+            action.help = "A checkpoint; `true` for the newest whole one in output_dir; `auto` for it if there is one."
     return parser
 
 
