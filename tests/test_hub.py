@@ -101,7 +101,9 @@ def test_no_file_holds_a_secret_and_the_token_still_works(make_config, hub, tmp_
     assert row(hub.card, "api_key") == "<API_KEY>"
     assert row(hub.card, "beta") == "0.5"
     assert ModelCard(hub.card).data.tags == ["generated_from_trainer", "trl", "trl-dro"]
-    make_trainer(config, model=str(tmp_path / "model")).train(resume_from_checkpoint=True)
+    make_trainer(config, model=str(tmp_path / "model")).train(
+        resume_from_checkpoint=str(tmp_path / "run/checkpoint-2")
+    )
     assert trainer.args.hub_token == TOKEN
     assert trainer.policy_loss.api_key == OTHER_SECRET
     assert hub.tokens == {TOKEN}

@@ -108,7 +108,7 @@ KILLS: dict[str, tuple[Callable[[DROTrainer], None], int]] = {
     "saving, before the state": (lambda t: on_call(resuming, "save_state", 3), 6),
     "saving, half of the state": (lambda t: setattr(checkpoints, "save_file", half_a_file), 6),
     "saving, before the marker": (lambda t: on_call(resuming, "mark_complete", 3), 6),
-    "saving, marker half written": (lambda t: on_call(os, "fsync", 3), 6),
+    "saving, marker not in its place": (lambda t: on_call(Path, "replace", 3), 6),
     "saved, before the oldest is deleted": (lambda t: on_call(resuming, "rotate_checkpoints", 3), 9),
     "in the middle of deleting": (lambda t: setattr(shutil, "rmtree", half_rotated), 9),
 }
