@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset
 
 from trl_dro import DROConfig, DROTrainer
@@ -87,7 +87,9 @@ def trained(world_size: int, mode: str, rollout: str, output_dir: str, settings:
     model = tiny_model().double()
     trainer = make_trainer(config, model=model, reward_funcs=patchy_reward, rollout_func=ROLLOUTS[rollout])
     assert trainer.accelerator.num_processes == world_size
-    assert world_size == 1 or torch.distributed.get_world_size() == world_size
+    if world_size > 1:
+        assert torch.distributed.get_world_size() == world_size
+        assert trainer.accelerator.distributed_type == DistributedType.MULTI_CPU
     seen = record_inputs(trainer)
     trainer.train()
     tokens = sum(int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()) for inputs in seen)

@@ -56,7 +56,7 @@ CUTS = {
     "two generated batches": {"rows": 2, "pieces": 2},
     "four generated batches": {"rows": 1, "pieces": 4},
 }
-CUTS |= {f"{name}, checkpointing": {**how, "gradient_checkpointing": True} for name, how in CUTS.items()}
+CUTS |= {f"{name}, checkpointing": {**how, "activation_checkpointing": True} for name, how in CUTS.items()}
 
 # By name: settings, and the cuts that must come to the weights of one process that takes its windows whole.
 GROUPS: dict[str, tuple[dict, list[str]]] = {
@@ -177,6 +177,7 @@ def trained(
         **settings,
     }
     trainer = make_trainer(directory, **settings)
+    assert trainer.model.is_gradient_checkpointing == settings.get("activation_checkpointing", False)
     seen = record_inputs(trainer)
     shuffled = trl.trainer.grpo_trainer.shuffle_sequence_dict
     with mock.patch.object(

@@ -12,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate.utils import DistributedType
 
-from trl_dro import DROConfig, failures
+from trl_dro import DROConfig, failures, reward_checks
 from trl_dro.reward_checks import checked_reward
 
 from .forks import forked, run_module
@@ -38,6 +40,22 @@ async def hanging_async(completions, **_):
     await asyncio.sleep(600)
 
 
+async def blocking_async(completions, **_):
+    time.sleep(600)
+
+
+def raising_then_hanging(completions, **_):
+    if len(completions) > 1:
+        raise RuntimeError("the judge is out")
+    time.sleep(600)
+
+
+async def raising_then_hanging_async(completions, **_):
+    if len(completions) > 1:
+        raise RuntimeError("the judge is out")
+    await asyncio.sleep(600)
+
+
 def infinite(completions, **_):
     return [float("inf")] * len(completions)
 
@@ -52,6 +70,11 @@ FAILURES = {
     "raises later": (raising_later, "RuntimeError: the judge is out"),
     "hangs": (hanging, r"TimeoutError: reward function 'reward' at step 2 did not return within reward_timeout=1 sec"),
     "hangs, async": (hanging_async, "TimeoutError: reward function 'reward' at step 2 did not return within reward_t"),
+    "blocks, async": (
+        blocking_async,
+        "TimeoutError: reward function 'reward' at step 2 did not return within .* an `async def` that waits without",
+    ),
+    "raises, then hangs": (raising_then_hanging, "RuntimeError: the judge is out"),
     "returns infinity": (infinite, "ValueError: reward function 'reward' at step 2 returned inf for row 0"),
     "returns too few": (
         too_few,
@@ -63,7 +86,7 @@ FAILURES = {
 def train(directory: Path, failing: str, ranks: tuple[int, ...]) -> None:
     rank = int(os.environ["RANK"])
     os.dup2(os.open(directory / f"stderr_{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    failures._SECONDS_TO_REPORT = 1.0
+    failures._SECONDS_TO_REPORT = reward_checks._SECONDS_TO_CANCEL = 1.0
     fail, calls = FAILURES[failing][0], []
 
     def reward(**kwargs):
@@ -78,7 +101,10 @@ def train(directory: Path, failing: str, ranks: tuple[int, ...]) -> None:
     reward_func = reward_async if asyncio.iscoroutinefunction(fail) else reward
     settings = {**FAST, "per_device_train_batch_size": 4, "reward_timeout": 1.0, "ddp_timeout": 60}
     config = DROConfig(output_dir=str(directory / "run"), dro_beta=0.5, **settings)
-    make_trainer(config, reward_funcs=reward_func).train()
+    trainer = make_trainer(config, reward_funcs=reward_func)
+    assert trainer.accelerator.num_processes == torch.distributed.get_world_size() == 2
+    assert trainer.accelerator.distributed_type == DistributedType.MULTI_CPU
+    trainer.train()
 
 
 def main(directory: Path) -> None:
@@ -113,6 +139,8 @@ def test_all_processes_end_with_one_error(results, failing, ranks):
     assert result["seconds"] < 40  # not the 60 of the process group
     said = result["stderr"][ranks[0]]
     assert re.search(FAILURES[failing][1], said)
+    if failing == "blocks, async":  # nothing can end it but its process, which tells the other nothing
+        return
     assert f"On process {ranks[0]} of 2; it ends them all." in said
     assert "Traceback" not in result["stderr"][1 - ranks[0]]
 
@@ -125,6 +153,15 @@ def test_a_reward_function_that_hangs_ends_the_run(make_config):
         make_trainer(make_config(reward_timeout=0.2), reward_funcs=hanging).train()
     with pytest.raises(TimeoutError, match="'hanging_async' at step 0 did not return within"):
         make_trainer(make_config(reward_timeout=0.2), reward_funcs=hanging_async).train()
+
+
+@pytest.mark.parametrize("reward", [raising_then_hanging, raising_then_hanging_async])
+def test_the_search_for_the_row_that_raises_keeps_the_limit(make_config, reward):
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="the judge is out") as raised:
+        make_trainer(make_config(reward_timeout=0.2), reward_funcs=reward).train()
+    assert time.monotonic() - began < 30
+    assert f"Raised by reward function {reward.__name__!r} at step 0." in raised.value.__notes__
 
 
 def test_a_limit_changes_nothing_for_a_function_that_keeps_it(make_config):
@@ -190,6 +227,25 @@ def test_a_server_that_dies_is_named_with_what_to_do(make_config, monkeypatch):
     config = make_config(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://10.0.0.7:8000")
     trainer = make_trainer(config)
     message = r"server at http://10\.0\.0\.7:8000 does not answer at step 2 \(OSError\).*resume_from_checkpoint=True"
+    with pytest.raises(ConnectionError, match=message):
+        trainer.train()
+
+
+class FailingServer(DeadServer):
+    """Answers the second batch with an error, as TRL's client reports it."""
+
+    def generate(self, prompts, **_):
+        try:
+            return super().generate(prompts)
+        except OSError:
+            raise Exception("Request failed: 500, CUDA out of memory, hf_abcdefgh12345678") from None
+
+
+def test_a_server_that_answers_with_an_error_is_named_with_what_to_do(make_config, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FailingServer)
+    config = make_config(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://10.0.0.7:8000")
+    trainer = make_trainer(config)
+    message = r"7:8000 answers with an error at step 2 \('Request failed: 500, CUDA.*<TOKEN>.*resume_from_checkpoint"
     with pytest.raises(ConnectionError, match=message):
         trainer.train()
 

@@ -151,6 +151,13 @@ def test_a_config_that_is_shown_or_logged_holds_no_secret(make_config):
         ({"include_num_input_tokens_seen": "all", "dro_level": "token"},) * 2,
         (f"http://me:word@host:80/{TOKEN}", "http://host:80/<TOKEN>"),
         ({"policy": "the hf_model"},) * 2,
+        (
+            {"Proxy-Authorization": "x", "auth": "y"},
+            {"Proxy-Authorization": "<PROXY-AUTHORIZATION>", "auth": "<AUTH>"},
+        ),
+        ({"pwd": "x", "DB_PASSWD": "y"}, {"pwd": "<PWD>", "DB_PASSWD": "<DB_PASSWD>"}),
+        ({"bearer": "x", "apikey": "y"}, {"bearer": "<BEARER>", "apikey": "<APIKEY>"}),
+        ({"keywords": ["x"], "author": "y", "tokenizer": "z", "eos_token": "</s>"},) * 2,
     ],
 )
 def test_secrets_are_known_by_name_or_form(value, shown):

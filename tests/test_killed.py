@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
@@ -143,7 +144,8 @@ OF_TWO: dict[str, tuple[Callable[[DROTrainer], None], int]] = {
 
 def train(directory: Path, *, kill: Callable[[DROTrainer], None] | None = None, resume: bool = False) -> None:
     torch.set_num_threads(1)
-    rows = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    rows = 4 // processes
     settings = {**SETTINGS, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
     config = DROConfig(output_dir=str(directory / "run"), **settings)
     trainer = make_trainer(
@@ -152,6 +154,10 @@ def train(directory: Path, *, kill: Callable[[DROTrainer], None] | None = None, 
         train_dataset=prompts(8),
         eval_dataset=prompts(2),
     )
+    assert trainer.accelerator.num_processes == processes
+    if processes > 1:
+        assert torch.distributed.get_world_size() == processes
+        assert trainer.accelerator.distributed_type == DistributedType.MULTI_CPU
     if kill is not None:
         kill(trainer)
     trainer.train(resume_from_checkpoint=resume)

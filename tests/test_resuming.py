@@ -14,6 +14,7 @@ from transformers import Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_dro import DROTrainer, checkpoints
+from trl_dro.policy_loss import PolicyLossOutput
 from trl_dro.resuming import SIGTERM_EXIT_CODE
 
 from .test_off_policy import engine
@@ -37,6 +38,16 @@ def saved(make_config, tmp_path):
     trainer = make_trainer(make_config(**SAVED))
     trainer.train()
     return trainer, tmp_path / "run"
+
+
+class Scaled:
+    """An objective that is not a dataclass."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, inputs):
+        return PolicyLossOutput(-self.scale * inputs.advantages * inputs.per_token_logps, {})
 
 
 def resumed(make_config, checkpoint, **settings):
@@ -116,6 +127,13 @@ CHANGES = [
     ({"seed": 7}, "seed was 42 and is 7"),
     ({"scale_rewards": "group"}, "scale_rewards was 'none' and is 'group'"),
     ({"advantage_baseline": "leave-one-out"}, "advantage_baseline was 'mean' and is 'leave-one-out'"),
+    ({"learning_rate": 1e-3}, "learning_rate was 0.01 and is 0.001"),
+    ({"weight_decay": 0.1}, "weight_decay was 0.0 and is 0.1"),
+    ({"optim": "sgd"}, "optim was .* and is 'sgd'"),
+    ({"adam_beta2": 0.9}, "adam_beta2 was 0.999 and is 0.9"),
+    ({"reward_weights": [2.0]}, r"reward_weights was None and is \[2.0\]"),
+    ({"mask_truncated_completions": True}, "mask_truncated_completions was False and is True"),
+    ({"entropy_coef": 0.01}, "entropy_coef was 0.0 and is 0.01"),
 ]
 
 
@@ -144,8 +162,26 @@ def test_another_number_of_rows_or_processes_is_refused(make_config, saved):
         resumed(make_config, saved[1] / "checkpoint-3")
 
 
+def test_parameters_of_a_loss_of_ones_own_are_compared(make_config, tmp_path):
+    loss = {"policy_loss": "tests.test_resuming.Scaled", "dro_beta": None}
+    make_trainer(make_config(**SAVED, **loss, policy_loss_kwargs={"scale": 2.0})).train()
+    with pytest.raises(ValueError, match=r"policy_loss\.scale was 2\.0 and is 3\.0"):
+        resumed(make_config, tmp_path / "run" / "checkpoint-3", **loss, policy_loss_kwargs={"scale": 3.0})
+
+
+@pytest.mark.parametrize("engine", ["FSDP2", "ZeRO-3"])
+def test_another_engine_is_refused(make_config, saved, engine):
+    marker = saved[1] / "checkpoint-3" / checkpoints.MARKER
+    content = json.loads(marker.read_text())
+    assert content["setup"]["engine"] == "replicated"
+    content["setup"]["engine"] = engine
+    marker.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"engine was '{engine}' and is 'replicated'"):
+        resumed(make_config, saved[1] / "checkpoint-3")
+
+
 def test_what_does_not_touch_the_order_of_things_may_change(make_config, saved):
-    trainer = resumed(make_config, saved[1] / "checkpoint-3", learning_rate=1e-3, max_steps=8, logging_steps=4)
+    trainer = resumed(make_config, saved[1] / "checkpoint-3", max_grad_norm=0.5, max_steps=8, logging_steps=4)
     assert trainer.state.global_step == 8
 
 
@@ -206,6 +242,30 @@ def test_a_checkpoint_that_is_not_whole_is_left_out(make_config, saved):
         (checkpoint / checkpoints.MARKER).unlink()
     with pytest.raises(ValueError, match=r"no whole checkpoint in .*-6 is left out.*-3 is left out"):
         resumed(make_config, True)
+
+
+def test_the_newest_checkpoint_is_the_one_written_last(make_config, saved):
+    _, run = saved
+    resumed(make_config, run / "checkpoint-3", max_steps=5, save_steps=5)
+    assert checkpoints.newest_complete(run) == (str(run / "checkpoint-5"), {})  # not the 6 that was left over
+    (run / "checkpoint-5" / checkpoints.MARKER).unlink()
+    newest, torn = checkpoints.newest_complete(run)
+    assert (newest, list(torn)) == (str(run / "checkpoint-6"), [str(run / "checkpoint-5")])
+
+
+@pytest.mark.parametrize(
+    "name", ["entropy_ctrl_state.json", "model.safetensors.index.json", "latest", "shards/.metadata"]
+)
+def test_small_files_that_a_run_goes_on_from_are_listed(tmp_path, name):
+    file = tmp_path / "checkpoint-1" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    checkpoints.mark_complete(tmp_path / "checkpoint-1", exact=True, setup={})
+    assert checkpoints.what_is_missing(tmp_path / "checkpoint-1") is None
+    file.write_text("{")
+    assert checkpoints.what_is_missing(tmp_path / "checkpoint-1") == f"{name} has 1 of 2 bytes"
+    file.unlink()
+    assert checkpoints.what_is_missing(tmp_path / "checkpoint-1") == f"{name} is missing"
 
 
 def test_a_checkpoint_of_trl_is_no_begin_to_go_on_from(make_config, tmp_path):
@@ -339,8 +399,34 @@ def test_sigterm_saves_and_exits(make_config, tmp_path, capfd, settings):
     newest, torn = checkpoints.newest_complete(tmp_path / "run")
     assert (newest, torn) == (str(tmp_path / "run" / "checkpoint-4"), {})
     said = capfd.readouterr().err
-    assert "SIGTERM: a checkpoint follows after this optimizer step." in said
+    assert "SIGTERM: a checkpoint follows once this optimizer step is done." in said
     assert f"Stopped by SIGTERM after 4 optimizer steps, all saved in {newest}." in said
+
+
+def test_a_stopped_run_keeps_its_last_checkpoint_beside_the_best(make_config, tmp_path):
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "per_device_eval_batch_size": 4,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "reward",
+        "save_total_limit": 1,
+    }
+    trainer = stopping(make_config, eval_dataset=prompts(2), **settings)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-3")
+    assert checkpoints.newest_complete(tmp_path / "run") == (str(tmp_path / "run" / "checkpoint-4"), {})
+    saved = Qwen3ForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    assert largest_difference(weights(trainer), dict(saved.named_parameters())) == 0.0
+
+
+def test_a_run_that_ended_by_epochs_says_what_to_write(make_config, tmp_path):
+    settings = {**SAVED, "max_steps": -1, "num_train_epochs": 1, "save_strategy": "epoch"}
+    make_trainer(make_config(**settings), train_dataset=prompts(4)).train()
+    again = make_trainer(make_config(**settings), train_dataset=prompts(4))
+    with pytest.warns(UserWarning, match="nothing is trained. Write a larger num_train_epochs."):
+        again.train(resume_from_checkpoint=True)
 
 
 def test_one_request_may_come_twice(make_config, tmp_path):

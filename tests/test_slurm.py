@@ -50,6 +50,19 @@ with open(os.environ["CALLS"], "a") as calls:
 if "serve" in sys.argv:
     time.sleep(60)
 """
+# A trainer that takes a while, and then does as ours does on SIGTERM.
+STOPPING = """
+import os, signal, sys, time
+def stop(*_):
+    time.sleep(1)
+    with open(os.environ["CALLS"], "a") as calls:
+        print("saved", file=calls, flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+with open(os.environ["CALLS"], "a") as calls:
+    print("training", file=calls, flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture
@@ -123,13 +136,24 @@ def quickstart(output_dir: Path, steps: int) -> list[str]:
     return ["--config", str(ROOT / "recipes" / "quickstart" / "dro" / "config.yaml"), *options]
 
 
-@pytest.mark.parametrize("engine", ["cpu_ddp", pytest.param("cpu_zero3", marks=pytest.mark.slow)])
+# What the marker of a checkpoint says of each engine.
+ENGINES = {"cpu_ddp": "replicated", "cpu_fsdp2": "FSDP2", "cpu_zero3": "ZeRO-3"}
+
+
+@pytest.mark.parametrize(
+    "engine", ["cpu_ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu_fsdp2", "cpu_zero3"))]
+)
 def test_two_machines_train_stop_queue_again_and_go_on(cluster, tmp_path, monkeypatch, engine):
     missing = what_is_missing(engine)
     if missing is not None:
         pytest.skip(missing)
     _, calls = cluster
     monkeypatch.setenv("ACCELERATE_CONFIG", engine)
+    if engine == "cpu_fsdp2":  # for every Python process of the job
+        site = tmp_path / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text("import tests.cpu_engines as e\ne.keep_fsdp_on_cpu()\n")
+        monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{ROOT}")
     run = tmp_path / "run"
     job = submit("fsdp2.slurm", *quickstart(run, 100_000))
     deadline = time.monotonic() + 200
@@ -144,7 +168,8 @@ def test_two_machines_train_stop_queue_again_and_go_on(cluster, tmp_path, monkey
     assert f"scontrol requeue {os.environ['SLURM_JOB_ID']}" in calls.read_text()
     newest, torn = checkpoints.newest_complete(run)
     assert torn == {}
-    assert checkpoints.read_marker(newest)["setup"]["processes"] == 2
+    setup = checkpoints.read_marker(newest)["setup"]
+    assert (setup["processes"], setup["engine"]) == (2, ENGINES[engine])
     steps = int(newest.rpartition("-")[2])
 
     job = submit("fsdp2.slurm", *quickstart(run, steps + 2))
@@ -185,3 +210,23 @@ def test_the_server_has_a_machine_of_its_own_and_what_trl_needs(cluster, monkeyp
         assert f"--use_vllm true --vllm_mode server --vllm_server_base_url http://127.0.0.1:{port}" in text
         assert text.endswith("--resume_from_checkpoint auto --config X.yaml --dro_beta 1.0")
         assert call[-1] is None
+
+
+def test_a_job_with_a_server_saves_before_the_server_ends_and_queues_again(cluster, monkeypatch):
+    install, calls = cluster
+    install("vllm", NOTING)
+    install("trl-dro", STOPPING)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    monkeypatch.setenv("MODEL", "Qwen/Qwen3-8B")
+    job = submit("zero3_vllm_server.slurm", "--config", "X.yaml")
+    deadline = time.monotonic() + 30
+    while calls.exists() is False or calls.read_text().count("training\n") < 2:
+        assert job.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    job.terminate()  # to the batch script alone, as `--signal=B:` says
+    said = finished(job, timeout=30)
+    assert job.returncode == 143, said
+    lines = calls.read_text().splitlines()
+    requeued = lines.index(f"scontrol requeue {os.environ['SLURM_JOB_ID']}")
+    assert lines[:requeued].count("saved") == 2

@@ -10,6 +10,7 @@ Everything written here is JSON and safetensors; nothing is pickled.
 import json
 import os
 import re
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from . import __version__
 MARKER = "trl_dro_complete.json"
 _STATE = "trl_dro_state"
 _BINARY = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+# Small files that a run goes on from too: states, indices of weights in several files, and what names the shards.
+_SMALL = re.compile(
+    rf"{_STATE}_.*|{re.escape(TRAINER_STATE_NAME)}|entropy_ctrl_state\.json|.*\.index\.json|latest|\.metadata"
+)
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
@@ -37,7 +42,7 @@ def _files(directory: Path) -> dict[str, int]:
     return {
         path.relative_to(directory).as_posix(): path.stat().st_size
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and (path.suffix in _BINARY or path.name.startswith((_STATE, TRAINER_STATE_NAME)))
+        if path.is_file() and (path.suffix in _BINARY or _SMALL.fullmatch(path.name))
     }
 
 
@@ -56,7 +61,7 @@ def mark_complete(directory: str | Path, *, exact: bool, setup: dict[str, Any]) 
     """
     directory = Path(directory)
     files = _files(directory)
-    content = {"version": __version__, "exact": exact, "setup": setup, "files": files}
+    content = {"version": __version__, "written": time.time(), "exact": exact, "setup": setup, "files": files}
     for name in files:  # a machine that dies could otherwise keep the marker and lose what it lists
         with (directory / name).open("rb") as file:
             os.fsync(file.fileno())
@@ -88,16 +93,26 @@ def what_is_missing(directory: str | Path) -> str | None:
 
 
 def read_marker(directory: str | Path) -> dict[str, Any]:
-    """What [`mark_complete`] noted: `version`, `exact`, `setup`, `files`."""
+    """What [`mark_complete`] noted: `version`, `written` (seconds since 1970), `exact`, `setup`, `files`."""
     return json.loads(Path(directory, MARKER).read_text())
 
 
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run, newest (most optimizer steps) first, whole or not."""
-    found = [
-        (int(match[1]), path) for path in Path(output_dir).glob("*") if (match := _CHECKPOINT.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+    """The checkpoints of a run, whole or not, the one written last first.
+
+    Not the one of most steps: a run may have begun anew, or gone on from an earlier one, where others are left over.
+    """
+    found = [path for path in Path(output_dir).glob("*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_written, reverse=True)
+
+
+def _written(directory: Path) -> tuple[float, int]:
+    """When a checkpoint was written, and its step."""
+    try:
+        written = float(read_marker(directory)["written"])
+    except (OSError, ValueError, KeyError, TypeError):
+        written = directory.stat().st_mtime  # torn, or of an older version
+    return written, int(directory.name.rsplit("-", 1)[1])
 
 
 def newest_complete(output_dir: str | Path) -> tuple[str | None, dict[str, str]]:

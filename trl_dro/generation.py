@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import nanstd
 
 from .advantages import group_advantages, total_rewards
-from .config_rules import refusal
+from .config_rules import refusal, short
 from .evaluation import EvaluatingTrainer
 from .failures import RewardFailures
 from .masking import upcast
@@ -83,9 +83,11 @@ class GeneratingTrainer(EvaluatingTrainer):
         ):
             try:
                 completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            except OSError as error:  # of the connection, from several layers down
-                if self.use_vllm and self.vllm_mode == "server":
-                    raise ConnectionError(self._server_is_gone(error)) from error
+            except Exception as error:
+                # Of the connection, from several layers down, or TRL's for an answer that is an error.
+                failed = isinstance(error, OSError) or str(error).startswith("Request failed: ")
+                if failed and self.use_vllm and self.vllm_mode == "server":
+                    raise ConnectionError(self._server_failed(error)) from error
                 raise
         self.model.train(training)
         logprobs = check_completions("the generation engine", len(prompt_ids), completion_ids, logprobs)
@@ -106,14 +108,16 @@ class GeneratingTrainer(EvaluatingTrainer):
                 stacklevel=3,
             )
 
-    def _server_is_gone(self, error: OSError) -> str:
+    def _server_failed(self, error: Exception) -> str:
         args = self.args
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        url = without_secrets(url)
+        if isinstance(error, OSError):
+            what = f"does not answer at step {self.state.global_step} ({type(error).__name__})"
+        else:
+            what = f"answers with an error at step {self.state.global_step} ({short(without_secrets(str(error)))})"
         return (
-            f"The vLLM server at {url} does not answer at step {self.state.global_step} ({type(error).__name__}). See "
-            "its log for why, start it again, and go on from the newest checkpoint with `resume_from_checkpoint=True` "
-            "(command: `--resume_from_checkpoint true`)."
+            f"The vLLM server at {without_secrets(url)} {what}. See its log for why, start it again, and go on from "
+            "the newest checkpoint with `resume_from_checkpoint=True` (command: `--resume_from_checkpoint true`)."
         )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,9 +6,13 @@ from typing import Any
 
 
 # In the names of settings whose texts are secrets: `hub_token`, `HF_TOKEN`, `api_key`, `aws_access_key_id`.
-_SECRET_NAME = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
-# Fields of the configuration that are named like one.
-_HARMLESS = {"include_num_input_tokens_seen"}
+_SECRET_NAME = re.compile(
+    r"token(?!i[sz])|key(?!word|board)|secret|passw|pwd|credential|authori[sz]ation|bearer|cookie"
+    r"|(?<![a-z])o?auth(?![a-z])",
+    re.IGNORECASE,
+)
+# Fields of configurations that are named like one.
+_HARMLESS = {"include_num_input_tokens_seen", "bos_token", "eos_token", "pad_token", "unk_token"}
 # Secrets by their form, wherever they stand: a token of the Hub, a user with a password in a URL.
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}")
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")

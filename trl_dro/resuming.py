@@ -1,6 +1,5 @@
 """Stopping and going on: whole checkpoints, exact resumption, and a clean end on SIGTERM."""
 
-import hashlib
 import json
 import os
 import signal
@@ -10,19 +9,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 from transformers.training_args import TrainingArguments
-from trl import GRPOConfig
 
 from .checkpoints import (
     load_state,
@@ -33,102 +29,19 @@ from .checkpoints import (
     save_state,
     what_is_missing,
 )
-from .checks import has_prompts_at_hand
-from .config import DROConfig
 from .config_rules import refusal
 from .models import is_adapter_model, load_converted, names_not_loaded
-from .off_policy_rules import CORRECTION_FIELDS
-from .policy_loss import canonical_name
 from .redaction import without_secrets
+from .run_setup import check_setup, engine_of, setup_of
 from .steering import temporarily
 from .windowed import WindowedTrainer
 
-
-# Inherited fields on which the order of prompts, or what was made of them already, depends.
-_INHERITED_SETUP = (
-    "beta",
-    "use_bias_correction_kl",
-    "temperature",
-    "off_policy_mask_threshold",
-    "top_entropy_quantile",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "num_iterations",
-    "num_generations",
-    "seed",
-    "shuffle_dataset",
-    "scale_rewards",
-)
-
-# Fields of this package that are compared as what they come to, or may change between a run and its continuation.
-_RESOLVED = {"policy_loss", "policy_loss_kwargs", "dro_beta", "dro_level", "dro_huber_delta", "loss_scale_factor"}
-_RESOLVED |= {*CORRECTION_FIELDS, "rollout_correction_preset", "dro_target_kl"}
-_FREE = {"derived_fields", "reward_timeout", "vllm_importance_sampling_correction"}
-
-# How many rows' prompts tell whether a dataset is the same.
-_PROMPTS_COMPARED = 100
 
 # A process group is often signalled as a whole, and the launcher passes on what it got: one request comes twice.
 _SECONDS_OF_ONE_REQUEST = 10.0
 
 # What a process that was ended by SIGTERM returns to its shell.
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-
-
-def setup_of(args: DROConfig, train_dataset: Any, rewards: list[str]) -> dict[str, Any]:
-    """What must be the same when a run is resumed: batches, objective, correction, rewards, order of prompts."""
-    inherited = {field.name for field in fields(GRPOConfig)}
-    own = [field.name for field in fields(DROConfig) if field.name not in inherited | _FREE | _RESOLVED]
-    scale = args.loss_scale_factor or args.max_completion_length
-    correction = args.build_rollout_correction()
-    return {
-        "processes": args.world_size,
-        **_about_data(train_dataset),
-        "rewards": rewards,
-        **{name: getattr(args, name) for name in (*_INHERITED_SETUP, *own)},
-        "policy_loss": canonical_name(args.policy_loss),
-        "adapts_dro_beta": args.dro_target_kl is not None,
-        **{f"policy_loss.{name}": value for name, value in _parameters(args.build_policy_loss()).items()},
-        "loss_scale_factor": scale if args.loss_agg_mode == "seq-mean-token-sum-norm" else None,
-        "rollout_correction": None if correction is None else asdict(correction),
-    }
-
-
-def _parameters(objective: Any) -> dict[str, Any]:
-    if not is_dataclass(objective):  # one of the user's own
-        return {}
-    return {field.name: getattr(objective, field.name) for field in fields(objective)}
-
-
-def _about_data(dataset: Any) -> dict[str, Any]:
-    """Number of rows, and a digest of some prompts, where the dataset is at hand."""
-    if not isinstance(dataset, Dataset):
-        return {"train_dataset_rows": None}
-    about: dict[str, Any] = {"train_dataset_rows": len(dataset)}
-    if has_prompts_at_hand(dataset):  # what is decoded, such as an image, is written otherwise each time
-        step = max(1, len(dataset) // _PROMPTS_COMPARED)
-        prompts = dataset.select_columns("prompt").with_format(None)
-        text = repr([prompts[row]["prompt"] for row in range(0, len(dataset), step)])
-        about["train_dataset_prompts"] = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return about
-
-
-def check_setup(saved: dict[str, Any], now: dict[str, Any], checkpoint: str) -> None:
-    """Refuse to go on with another setup than that of the checkpoint.
-
-    Raises:
-        ValueError: something differs; the message lists what.
-    """
-    changed = {name: value for name, value in saved.items() if name in now and now[name] != value}
-    if not changed:
-        return
-    differences = ", ".join(f"{name} was {value!r} and is {now[name]!r}" for name, value in changed.items())
-    raise ValueError(
-        f"resume_from_checkpoint={checkpoint!r} is refused: {differences}. A run goes on as it began. Write what it "
-        f"was, or begin a new run from its weights: `model={checkpoint!r}` (command: model_name_or_path) and "
-        "`resume_from_checkpoint=None`."
-    )
 
 
 def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None) -> str | None:
@@ -170,6 +83,18 @@ class _StopCallback(TrainerCallback):
         self.agreed = False
         self.was_finished = False
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.was_finished = state.global_step >= state.max_steps
+        if self.was_finished:
+            longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
+            warnings.warn(
+                f"The checkpoint is the end of its run (optimizer step {state.global_step} of {state.max_steps}): "
+                f"nothing is trained. Write a larger {longer}.",
+                stacklevel=2,
+            )
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -193,7 +118,7 @@ def _noting_sigterm(note: Callable[[], None]) -> Iterator[None]:
     def handle(number: int, frame: Any) -> None:
         received.append(time.monotonic())
         if len(received) == 1:
-            print("SIGTERM: a checkpoint follows after this optimizer step.", file=sys.stderr, flush=True)
+            print("SIGTERM: a checkpoint follows once this optimizer step is done.", file=sys.stderr, flush=True)
             note()
         elif received[-1] - received[0] > _SECONDS_OF_ONE_REQUEST:
             signal.signal(signal.SIGTERM, before)
@@ -260,6 +185,13 @@ class ResumableTrainer(WindowedTrainer):
             sys.exit(SIGTERM_EXIT_CODE)
         return result
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. A run that was stopped is not at its end: it needs its last checkpoint, which
+        transformers would delete for the best one, and its own weights."""
+        unfinished = {"load_best_model_at_end": False, "save_total_limit": None} if self._stop.agreed else {}
+        with temporarily(self.args, **unfinished):
+            return super()._finalize_training(*args, **kwargs)
+
     def _note_sigterm(self) -> None:
         self._sigterm = True
 
@@ -267,13 +199,8 @@ class ResumableTrainer(WindowedTrainer):
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
         """None for a run that was finished when it was resumed. transformers would take one more step."""
-        if self.state.global_step >= self.state.max_steps:
-            warnings.warn(
-                f"The checkpoint is the end of its run (optimizer step {self.state.global_step} of "
-                f"{self.state.max_steps}): nothing is trained. Write a larger max_steps or num_train_epochs.",
-                stacklevel=2,
-            )
-            self._stop.was_finished = self.control.should_training_stop = True
+        if self._stop.was_finished:
+            self.control.should_training_stop = True
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -306,7 +233,7 @@ class ResumableTrainer(WindowedTrainer):
         return checkpoint
 
     def _setup(self) -> dict[str, Any]:
-        setup = setup_of(self.args, self.train_dataset, self.reward_func_names)
+        setup = setup_of(self.args, self.train_dataset, self.reward_func_names, engine_of(self.accelerator))
         return json.loads(json.dumps(without_secrets(setup), default=str))  # as it comes back from a file
 
     # Saving

@@ -4,11 +4,14 @@ import asyncio
 import functools
 import inspect
 import math
+import os
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -23,6 +26,13 @@ RANGE_HINT = f"Return a finite number of at most {LARGEST:g} in size, or None."
 
 # How long to look for the row that makes a reward function raise.
 SEARCH_SECONDS = 30.0
+
+# How long a coroutine that is out of time may take to let itself be cancelled.
+_SECONDS_TO_CANCEL = 10.0
+_BLOCKS = (
+    "It is an `async def` that waits without `await`, which blocks all that run beside it: write `await "
+    "asyncio.sleep(...)` and asynchronous clients, or a plain `def`."
+)
 
 # TRL keeps the dataset's column 'completion' from reward functions. It travels under this name.
 COMPLETION_COLUMN = "_dataset_completion"
@@ -114,7 +124,8 @@ def checked_reward(reward_func: Callable[..., Any], name: str, timeout: float | 
         async def checked_async(**kwargs: Any) -> list[float | None]:
             call = _RewardCall(name, kwargs, takes_completion)
             try:
-                rewards = _listed(await _within_async(timeout, reward_func(**call.kwargs)))
+                with _watched(timeout, call):
+                    rewards = _listed(await _within_async(timeout, reward_func(**call.kwargs)))
             except _BadLog:
                 raise
             except _TooSlow:
@@ -122,9 +133,10 @@ def checked_reward(reward_func: Callable[..., Any], name: str, timeout: float | 
             except Exception as error:
                 for row, alone in call.rows_alone():
                     try:
-                        _listed(await reward_func(**alone))
+                        with _watched(timeout, call):
+                            _listed(await _within_async(timeout, reward_func(**alone)))
                     except Exception as again:
-                        call.culprit = (row, again)
+                        call.blame(row, again)
                         break
                 call.note(error)
                 raise
@@ -133,10 +145,13 @@ def checked_reward(reward_func: Callable[..., Any], name: str, timeout: float | 
         wrapper: Callable[..., Any] = checked_async
     else:
 
+        def once(arguments: dict[str, Any]) -> Any:
+            return _listed(reward_func(**arguments))
+
         def checked(**kwargs: Any) -> list[float | None]:
             call = _RewardCall(name, kwargs, takes_completion)
             try:
-                rewards = _within(timeout, lambda: _listed(reward_func(**call.kwargs)))
+                rewards = _within(timeout, functools.partial(once, call.kwargs))
             except _BadLog:
                 raise
             except _TooSlow:
@@ -144,9 +159,9 @@ def checked_reward(reward_func: Callable[..., Any], name: str, timeout: float | 
             except Exception as error:
                 for row, alone in call.rows_alone():
                     try:
-                        _listed(reward_func(**alone))
+                        _within(timeout, functools.partial(once, alone))
                     except Exception as again:
-                        call.culprit = (row, again)
+                        call.blame(row, again)
                         break
                 call.note(error)
                 raise
@@ -211,6 +226,29 @@ async def _within_async(timeout: float | None, call: Awaitable[Any]) -> Any:
     return task.result()
 
 
+@contextmanager
+def _watched(timeout: float | None, call: "_RewardCall") -> Iterator[None]:
+    """End the process, with a message, if a coroutine blocks its event loop for long after its time is up.
+
+    Nothing can interrupt it there: the loop cannot cancel what does not await, and the main thread waits for the loop.
+    """
+    if timeout is None:
+        yield
+        return
+
+    def end() -> None:
+        print(f"TimeoutError: {call.too_slow(timeout)} {_BLOCKS}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    watch = threading.Timer(timeout + _SECONDS_TO_CANCEL, end)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
 class _BadLog(ValueError):
     """What a reward function logs is refused; the function itself is fine."""
 
@@ -261,6 +299,11 @@ class _RewardCall:
         values = list(values)
         self._logged[column] = self._logged.get(column, 0) + len(values)
         self._extra_logger(column, values)
+
+    def blame(self, row: int, error: Exception) -> None:
+        """Note what the function raised for this row alone; that it took too long there is none of its errors."""
+        if not isinstance(error, _TooSlow):
+            self.culprit = (row, error)
 
     def rows_alone(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """The arguments of the call for one row at a time, with nothing logged, until time is up."""

@@ -21,6 +21,7 @@ PRIVATE_NAMES = {
     "GRPOTrainer._pending_metrics": "cleared: metrics of reward functions that a failed call left behind",
     "GRPOTrainer._pending_extra_logs": "cleared: columns of reward functions that a failed call left behind",
     "Trainer._save_checkpoint": "extended: whole checkpoints, before old ones are deleted and new ones pushed",
+    "Trainer._finalize_training": "extended: a run that was stopped keeps its last checkpoint",
     "Trainer._push_from_checkpoint": "called, once a checkpoint is whole",
     "Trainer._get_output_dir": "called: where checkpoints go",
     "Trainer._load_optimizer_and_scheduler": "extended: takes up the state of this process too",

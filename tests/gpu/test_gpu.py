@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM, TrainerCallback
 
 from trl_dro import DROConfig, DROTrainer
+from trl_dro.resuming import SIGTERM_EXIT_CODE
 
 from ..test_trainer import largest_difference, length_reward, make_trainer, scripted_rollout, weights
 from ..tiny import prompts, tiny_model, tiny_tokenizer
@@ -114,6 +116,31 @@ def test_a_resumed_run_goes_on_from_within_a_generated_batch(tmp_path):
         torch.use_deterministic_algorithms(False)
     assert trained[0][1] == trained[1][1]
     assert largest_difference(trained[0][0], trained[1][0]) < 1e-5
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def trainer(name: str, *callbacks: TrainerCallback) -> DROTrainer:
+        args = config(tmp_path / name, save_strategy="steps", save_steps=100, max_steps=8)
+        return make_trainer(args, model=tiny_model(**SHAPE), callbacks=list(callbacks))
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        whole = trainer("whole")
+        whole.train()
+        with pytest.raises(SystemExit) as ended:
+            trainer("run", Stop()).train()
+        assert ended.value.code == SIGTERM_EXIT_CODE
+        resumed = trainer("run")
+        resumed.train(resume_from_checkpoint=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert rewards(whole) == rewards(resumed)
+    assert largest_difference(weights(whole), weights(resumed)) < 1e-5
 
 
 @pytest.mark.parametrize("bits", [None, 4])
