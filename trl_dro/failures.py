@@ -1,8 +1,10 @@
 """Errors of reward functions on one process of several: told to all, so that none waits for one that has ended."""
 
+import atexit
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,6 +15,20 @@ from trl.trainer.utils import is_async_callable
 
 # Time for the process that failed to print its traceback, before the launcher sees another one end and ends it too.
 _SECONDS_TO_REPORT = 5.0
+
+# Time for gloo's threads to let go of the last collective's tensors.
+_SECONDS_TO_FINISH = 0.2
+
+
+@cache
+def let_gloo_finish() -> None:
+    """Keep a process that ends right after a collective from aborting.
+
+    Gloo's threads free the tensors of a finished collective, for which they need the interpreter. One that asks for it
+    while it shuts down is ended by Python in the middle of C++ code, which ends the process with SIGABRT ("terminate
+    called without an active exception"), and the launcher with an error.
+    """
+    atexit.register(time.sleep, _SECONDS_TO_FINISH)
 
 
 class RewardFailures:

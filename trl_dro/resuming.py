@@ -30,6 +30,7 @@ from .checkpoints import (
     what_is_missing,
 )
 from .config_rules import refusal
+from .failures import let_gloo_finish
 from .models import is_adapter_model, load_converted, names_not_loaded
 from .redaction import without_secrets
 from .run_setup import check_setup, engine_of, setup_of
@@ -141,6 +142,8 @@ class ResumableTrainer(WindowedTrainer):
         self.add_callback(self._stop)
         self._sigterm = False
         self._not_loaded: list[str] = []
+        if self.accelerator.num_processes > 1:
+            let_gloo_finish()
 
     @property
     def _saves(self) -> bool:
@@ -181,7 +184,7 @@ class ResumableTrainer(WindowedTrainer):
                     file=sys.stderr,
                     flush=True,
                 )
-            self.end()  # without it a process group may end in an abort, with another exit code
+            self.end()
             sys.exit(SIGTERM_EXIT_CODE)
         return result
 
