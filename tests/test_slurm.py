@@ -42,8 +42,11 @@ with open(os.environ["CALLS"], "a") as calls:
 if sys.argv[1] == "show":
     print(*(["127.0.0.1"] * int(os.environ["SLURM_JOB_NUM_NODES"])), sep="\\n")
 """
+# A trainer waits for its server, as ours does; the server goes on until it is ended.
 NOTING = """
 import json, os, sys, time
+while "serve" not in sys.argv and '"serve"' not in open(os.environ["CALLS"]).read():
+    time.sleep(0.1)
 with open(os.environ["CALLS"], "a") as calls:
     call = [os.path.basename(sys.argv[0]), *sys.argv[1:], os.environ.get("VLLM_SERVER_DEV_MODE")]
     print(json.dumps(call), file=calls)
