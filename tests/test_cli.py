@@ -6,12 +6,15 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
-from trl_dro import DROTrainer, __version__, cli, list_policy_losses
+from trl_dro import DROTrainer, __version__, checkpoints, cli, list_policy_losses
 from trl_dro import train as train_script
 from trl_dro.tasks import build_task, build_tiny_model
 
@@ -487,8 +490,19 @@ def test_a_run_resumes_from_its_newest_checkpoint_when_told_true(where, config, 
         resume = ["--config", path, "--resume_from_checkpoint", "true"]
     assert exit_code("train", *resume) == 0
     out = capsys.readouterr().out
+    assert f"Resuming from {Path(path).parent / 'run' / 'checkpoint-2'}." in out
+    assert "Building tiny-qwen3" not in out
     assert "step 4/4" in out
     assert "step 2/4" not in out
+
+
+def test_a_checkpoint_of_another_setup_is_refused_in_one_line(config, capsys):
+    path = config(save_strategy="steps", save_steps=2)
+    assert exit_code("train", "--config", path) == 0
+    capsys.readouterr()
+    other = ["--max_steps", "4", "--resume_from_checkpoint", "auto", "--dro_level", "sequence"]
+    line = refused_by_train(capsys, "--config", path, *other)
+    assert re.search(r"checkpoint-2' is refused: policy_loss.*'token'.* and is .*'sequence'", line)
 
 
 def test_a_run_told_not_to_resume_is_scored_before_training_too(config, capsys):
@@ -652,6 +666,37 @@ def test_two_processes_train_together_and_print_once(launcher, config, tmp_path)
     for line in ("step 2/2 |", "held-out reward:", "Saved in"):
         assert done.stdout.count(line) == 1
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_processes_whose_launcher_is_killed_save_and_end(config, tmp_path):
+    """They would go on otherwise, and write to the same place as the run that is resumed."""
+    path = config(save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=100_000)
+    with open(tmp_path / "said", "w") as said:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "trl_dro.cli", "train", "--accelerate_config", "cpu_ddp", "--config", path],
+            stdout=said,
+            stderr=said,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    workers: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 200
+        while checkpoints.newest_complete(tmp_path / "run")[0] is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        workers = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(workers) >= 2
+        launcher.kill()
+        launcher.wait()
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert alive == []
+    finally:
+        for process in (launcher, *workers):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    newest, torn = checkpoints.newest_complete(tmp_path / "run")
+    assert torn == {}
+    assert f"Stopped by the end of its launcher after {newest.rpartition('-')[2]} " in (tmp_path / "said").read_text()
 
 
 LAUNCHED = """

@@ -16,6 +16,7 @@ import pytest
 import torch
 import trl.trainer.grpo_trainer
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -275,6 +276,34 @@ def best(directory: Path) -> dict:
     return {"loaded": gathered(trainer), "checkpoints": gathering.weights}
 
 
+def evaluated_first(engine: str, directory: Path) -> dict:
+    """Runs of the same steps with and without an evaluation before them; for FSDP2 also what is said of one."""
+    results = {}
+    for name in ("not", "on start", "by hand"):
+        settings = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 2, "per_device_eval_batch_size": 4}
+        trainer = make_trainer(directory, eval_on_start=name == "on start", **settings)
+        if name == "by hand":
+            try:
+                evaluations = [trainer.evaluate()["eval_reward"], trainer.predict(prompts(2)).metrics["test_reward"]]
+            except ValueError as error:
+                results["said"] = str(error)
+                continue
+        trainer.train()
+        check_engine(trainer, engine)
+        trainer.evaluate()  # leaves the trainer as it is
+        trainer.save_model(str(directory / name))
+        if name == "on start":
+            evaluations = [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log]
+        weights = gathered(trainer)
+        total = sum(weight.double().abs().sum().item() for weight in weights.values())
+        results[name] = {
+            "weights": weights,
+            "ranks": gather_object([total]),
+            "rewards": evaluations if name != "not" else [],
+        }
+    return results
+
+
 def refused(directory: Path) -> str | None:
     """What is said of a run that saves an optimizer without a state."""
     try:
@@ -297,6 +326,7 @@ def main(engine: str, directory: Path, which: str) -> None:
     if which == "few":
         results["resumed"] = saved_and_resumed(engine, directory)
         results["best"] = best(directory / "best")
+        results["evaluated first"] = evaluated_first(engine, directory / "evaluated")
         results["refused"] = refused(directory / "refused")
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(results, directory / "results.pt")
@@ -422,6 +452,20 @@ def test_the_best_weights_are_loaded_at_the_end(results, engine):
     run = results(engine)["best"]
     assert difference(run["loaded"], run["checkpoints"][1]) == 0.0
     assert difference(run["loaded"], run["checkpoints"][2]) > 1e-3
+
+
+@pytest.mark.parametrize("engine", [ONE, *TYPES])
+def test_an_evaluation_before_training_changes_nothing_in_it(results, engine):
+    runs = results(engine)["evaluated first"]
+    assert difference(runs["not"]["weights"], untrained()) > 1e-3
+    for name in ("on start", *(["by hand"] if engine != "cpu_fsdp2" else [])):
+        assert difference(runs[name]["weights"], runs["not"]["weights"]) == 0.0
+        assert len(set(runs[name]["ranks"])) == 1  # no rank has weights of its own
+        saved = AutoModelForCausalLM.from_pretrained(results(engine)["directory"] / "evaluated" / name)
+        assert difference(dict(saved.named_parameters()), runs["not"]["weights"]) == 0.0
+        assert runs[name]["rewards"][0] == pytest.approx(runs["on start"]["rewards"][0])
+    if engine == "cpu_fsdp2":
+        assert re.match(r"evaluate\(\) .* refused before train\(\) .* Write `eval_on_start=True`", runs["said"])
 
 
 @pytest.mark.parametrize("engine", [ONE, *TYPES])

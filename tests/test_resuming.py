@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -364,7 +365,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(make_config, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     note = raised.value.__notes__[0]
-    assert "checkpoint-6 could not be written. The newest whole checkpoint is" in note
+    assert re.search(
+        r"checkpoint-6 could not be written \([\d.e+]+ GB are free there\)\. The newest whole checkpoint is", note
+    )
     assert note.endswith("checkpoint-3.")
     with pytest.warns(UserWarning, match="checkpoint-6 is left out"):
         assert resumed(make_config, True).state.global_step == 6
@@ -399,8 +402,39 @@ def test_sigterm_saves_and_exits(make_config, tmp_path, capfd, settings):
     newest, torn = checkpoints.newest_complete(tmp_path / "run")
     assert (newest, torn) == (str(tmp_path / "run" / "checkpoint-4"), {})
     said = capfd.readouterr().err
-    assert "SIGTERM: a checkpoint follows once this optimizer step is done." in said
+    assert "SIGTERM: a checkpoint follows once all processes have done this optimizer step." in said
     assert f"Stopped by SIGTERM after 4 optimizer steps, all saved in {newest}." in said
+
+
+def test_a_process_that_its_launcher_left_behind_saves_and_exits(make_config, tmp_path, monkeypatch, capfd):
+    """Torch's launcher takes no process with it when it is killed."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    trainer = make_trainer(make_config(**SAVED))
+    compute_loss, calls = trainer.compute_loss, []
+
+    def left_behind(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            monkeypatch.setattr(os, "getppid", lambda: 1)
+        return compute_loss(*args, **kwargs)
+
+    trainer.compute_loss = left_behind
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == SIGTERM_EXIT_CODE
+    newest, _ = checkpoints.newest_complete(tmp_path / "run")
+    assert newest == str(tmp_path / "run" / "checkpoint-4")
+    said = capfd.readouterr().err
+    assert said.count("The launcher has ended: a checkpoint follows") == 1
+    assert f"Stopped by the end of its launcher after 4 optimizer steps, all saved in {newest}." in said
+
+
+def test_a_process_without_a_launcher_may_outlive_its_shell(make_config, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    trainer = make_trainer(make_config(**SAVED))
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # as after `nohup python train.py &`
+    trainer.train()
+    assert trainer.state.global_step == 6
 
 
 def test_a_stopped_run_keeps_its_last_checkpoint_beside_the_best(make_config, tmp_path):

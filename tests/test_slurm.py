@@ -129,7 +129,7 @@ def quickstart(output_dir: Path, steps: int) -> list[str]:
         "save_steps": 2,
         "save_total_limit": 2,
         "tiny_warmup_steps": 2,
-        "task_eval_size": 0,
+        "task_eval_size": 4,
         "show_completions": 0,
         "eval_strategy": "no",
         "logging_steps": 1,

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
@@ -134,6 +134,30 @@ class SavedSoFarCallback(TrainerCallback):
         strategy = SaveStrategy(args.save_strategy).value
         interval = f" with save_steps={args.save_steps:g}" if strategy == "steps" else ""
         return f"{trained} Nothing was saved: save_strategy is {strategy}{interval}."
+
+
+class FirstEvaluationCallback(TrainerCallback):
+    """Keeps what the model could do before it was trained: the metrics and some completions of `eval_on_start`.
+
+    Args:
+        completions: called after the evaluation.
+    """
+
+    def __init__(self, completions: Callable[[], dict[str, str]]) -> None:
+        self._completions_of = completions
+        self.metrics: dict[str, float] | None = None
+        self.completions: dict[str, str] = {}
+
+    def on_evaluate(
+        self,
+        args: Arguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.metrics is None and state.global_step == 0 and metrics is not None:
+            self.metrics, self.completions = dict(metrics), self._completions_of()
 
 
 def use_compact_progress(trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import PredictionOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
@@ -199,6 +199,47 @@ class EvaluatingTrainer(GRPOTrainer):
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
             cast(dict, output.metrics).update(self._flush_metrics())
         return output
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As in transformers. Before training it leaves the model as it found it."""
+        with self._unprepared_afterwards():
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _unprepared_afterwards(self) -> Iterator[None]:
+        """What accelerate has once prepared for evaluation it does not prepare for training again: each process would
+        train a model of its own, and DeepSpeed none."""
+        trained = self.model_wrapped is not self.model or getattr(self.model, "_is_accelerate_prepared", False)
+        if self.is_in_train or trained:
+            yield
+            return
+        if self.is_fsdp_enabled:
+            self._check_sharding_without_optimizer()
+            yield
+            return
+        model, models = self.model, list(self.accelerator._models)
+        wrapped = {name: vars(model)[name] for name in ("forward", "_original_forward") if name in vars(model)}
+        # Only ZeRO-3, whose weights are in pieces, evaluates with an engine.
+        stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else None
+        whole = {"is_deepspeed_enabled": False} if stage is not None and stage < 3 else {}
+        try:
+            with temporarily(self, **whole):
+                yield
+        finally:
+            for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
+                vars(model).pop(name, None)
+            vars(model).update(wrapped)
+            self.accelerator._models[:] = models
+            if self.is_deepspeed_enabled and self.deepspeed is not None:
+                self.deepspeed.destroy()
+                self.deepspeed, self.model_wrapped = None, model
+
+    def _check_sharding_without_optimizer(self) -> None:
+        if cast(Any, self.accelerator.state.fsdp_plugin).fsdp_version == 2:
+            raise ValueError(
+                "evaluate() and predict() are refused before train() under FSDP2: accelerate shards a model only "
+                "together with its optimizer. Write `eval_on_start=True`, which evaluates once both are there."
+            )
 
     @contextmanager
     def _evaluating(self, prefix: str, dataset: Any) -> Iterator[None]:

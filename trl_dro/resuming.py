@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,6 +111,11 @@ class _StopCallback(TrainerCallback):
             control.should_save, control.should_evaluate = False, False
 
 
+def _say(text: str) -> None:
+    with suppress(OSError):  # who read it may be gone
+        print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _noting_sigterm(note: Callable[[], None]) -> Iterator[None]:
     """Call `note` on the first SIGTERM; one that comes some time later ends the process as ever."""
@@ -119,7 +125,7 @@ def _noting_sigterm(note: Callable[[], None]) -> Iterator[None]:
     def handle(number: int, frame: Any) -> None:
         received.append(time.monotonic())
         if len(received) == 1:
-            print("SIGTERM: a checkpoint follows once this optimizer step is done.", file=sys.stderr, flush=True)
+            _say("SIGTERM: a checkpoint follows once all processes have done this optimizer step.")
             note()
         elif received[-1] - received[0] > _SECONDS_OF_ONE_REQUEST:
             signal.signal(signal.SIGTERM, before)
@@ -141,6 +147,8 @@ class ResumableTrainer(WindowedTrainer):
         self._stop = _StopCallback()
         self.add_callback(self._stop)
         self._sigterm = False
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._stopped_by = "SIGTERM"
         self._not_loaded: list[str] = []
         if self.accelerator.num_processes > 1:
             let_gloo_finish()
@@ -162,13 +170,15 @@ class ResumableTrainer(WindowedTrainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        """As in transformers, from a whole checkpoint only. On SIGTERM it saves one and exits.
+        """As in transformers, from a whole checkpoint only. On SIGTERM, or when its launcher has died, it saves one
+        and exits.
 
         Raises:
             ValueError: the checkpoint is not whole, or was made with another setup.
-            SystemExit: with code 143, after SIGTERM.
+            SystemExit: with code 143, after such a stop.
         """
         self._sigterm, self._stop.agreed, self._stop.was_finished = False, False, False
+        self._stopped_by = "SIGTERM"
         checkpoint = self._agreed_checkpoint(resume_from_checkpoint)
         # A resumed run has had its evaluation at the start.
         start = {"eval_on_start": False} if checkpoint is not None else {}
@@ -178,11 +188,9 @@ class ResumableTrainer(WindowedTrainer):
         if self._stop.agreed:
             if self.accelerator.is_main_process:
                 saved = self._checkpoint_dir()
-                print(
-                    f"Stopped by SIGTERM after {self.state.global_step} optimizer steps, all saved in {saved}. Go on "
-                    f"with `resume_from_checkpoint={str(saved)!r}`, or `true` for the newest.",
-                    file=sys.stderr,
-                    flush=True,
+                _say(
+                    f"Stopped by {self._stopped_by} after {self.state.global_step} optimizer steps, all saved in "
+                    f"{saved}. Go on with `resume_from_checkpoint={str(saved)!r}`, or `true` for the newest."
                 )
             self.end()
             sys.exit(SIGTERM_EXIT_CODE)
@@ -198,6 +206,13 @@ class ResumableTrainer(WindowedTrainer):
     def _note_sigterm(self) -> None:
         self._sigterm = True
 
+    def _note_orphaned(self) -> None:
+        """Torch's launcher takes no process with it when it is killed. One that went on would write to the same
+        `output_dir` as the run that is resumed."""
+        if self._launcher not in (None, os.getppid()) and not self._sigterm:
+            self._sigterm, self._stopped_by = True, "the end of its launcher"
+            _say("The launcher has ended: a checkpoint follows once all processes have done this optimizer step.")
+
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
@@ -209,7 +224,9 @@ class ResumableTrainer(WindowedTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
-        if self._saves:  # carried by the reduction of the metrics, to cost no collective of its own
+        if self._saves:
+            self._note_orphaned()
+            # carried by the reduction of the metrics, to cost no collective of its own
             asked = torch.tensor(float(self._sigterm), device=self.accelerator.device)
             self._accumulators["train"].add_mean("_stop", asked)
         return loss
@@ -232,8 +249,16 @@ class ResumableTrainer(WindowedTrainer):
         if refused is not None:
             raise ValueError(refused)
         if checkpoint is not None:
-            check_setup(read_marker(checkpoint)["setup"], self._setup(), checkpoint)
+            self.check_resumable(checkpoint)
         return checkpoint
+
+    def check_resumable(self, checkpoint: str) -> None:
+        """Refuse a checkpoint that another setup made.
+
+        Raises:
+            ValueError: with what differs.
+        """
+        check_setup(read_marker(checkpoint)["setup"], self._setup(), checkpoint)
 
     def _setup(self) -> dict[str, Any]:
         setup = setup_of(self.args, self.train_dataset, self.reward_func_names, engine_of(self.accelerator))
@@ -251,7 +276,11 @@ class ResumableTrainer(WindowedTrainer):
             self._write_checkpoint(model, trial, directory)
         except Exception as error:
             newest, _ = newest_complete(directory.parent)
-            error.add_note(f"{directory} could not be written. The newest whole checkpoint is {newest}.")
+            free = shutil.disk_usage(directory.parent).free / 1e9
+            error.add_note(
+                f"{directory} could not be written ({free:.3g} GB are free there). The newest whole checkpoint is "
+                f"{newest}."
+            )
             raise
         if self.args.push_to_hub:
             self._warn_of_failed_pushes()

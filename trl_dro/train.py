@@ -77,7 +77,7 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
         An exit code: 1, with one line on stderr, for what is found wrong while everything is built. Later errors
         are raised, as it takes a traceback to see where they come from.
     """
-    from .callbacks import SavedSoFarCallback
+    from .callbacks import FirstEvaluationCallback, SavedSoFarCallback
 
     try:
         checkpoint, trainer = _build(script, config, model_args, data)
@@ -85,15 +85,14 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
         _print_error(error)
         return 1
     saved = SavedSoFarCallback(checkpoint)
-    trainer.add_callback(saved)
+    before = FirstEvaluationCallback(lambda: _completions(trainer, script.show_completions))
+    for callback in (saved, before):
+        trainer.add_callback(callback)
     try:
-        # A resumed run has not loaded its weights yet.
-        before = None if checkpoint else _evaluate(trainer, script.show_completions)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        after = _evaluate(trainer, script.show_completions)
-        if before is not None:
-            # `train` starts a new history; the score to compare with belongs in it.
-            trainer.state.log_history.insert(0, {**before[0], "step": 0})
+        # Inside of `train`, because FSDP2 shards a model only together with its optimizer.
+        with temporarily(config, eval_on_start=trainer.eval_dataset is not None):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        after = None if trainer.eval_dataset is None else trainer.evaluate()
         with temporarily(config, push_to_hub=False):  # once, when all of it is there
             trainer.save_model(config.output_dir)
     except (Exception, KeyboardInterrupt) as error:
@@ -105,8 +104,9 @@ def run(script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, 
         of_hub = script.dataset_name and not os.path.exists(script.dataset_name)
         trainer.push_to_hub(dataset_name=script.dataset_name if of_hub else None)
     if trainer.accelerator.is_main_process:
-        if before is not None and after is not None:
-            _say_what_happened(before, after)
+        if before.metrics is not None and after is not None:
+            shown_after = _completions(trainer, script.show_completions)
+            _say_what_happened((before.metrics, before.completions), (after, shown_after))
         _say_what_next(config, model_args)
     trainer.end()
     return 0
@@ -143,7 +143,7 @@ def _build(
         disable_progress_bar()
     recipe = recipe_as_yaml(model_args, script, data, config)
     _load_model_as_asked(config, model_args)
-    train_dataset, eval_dataset, processing_class, model = _prepare(script, config, model_args, data)
+    train_dataset, eval_dataset, processing_class, model = _prepare(script, config, model_args, data, checkpoint)
     reward_funcs: list[Any] = [load_reward(name) for name in reward_names(script)]
     if script.reward_model_name_or_path:
         reward_funcs.append(script.reward_model_name_or_path)
@@ -159,6 +159,10 @@ def _build(
     )
     trainer.recipe = recipe
     use_compact_progress(trainer)
+    if checkpoint is not None:
+        trainer.check_resumable(checkpoint)
+        if trainer.accelerator.is_main_process:
+            print(f"Resuming from {checkpoint}.", flush=True)
     return checkpoint, trainer
 
 
@@ -188,7 +192,11 @@ def _load_model_as_asked(config: DROConfig, model_args: ModelConfig) -> None:
 
 
 def _prepare(
-    script: DROScriptArguments, config: DROConfig, model_args: ModelConfig, data: DatasetMixtureConfig
+    script: DROScriptArguments,
+    config: DROConfig,
+    model_args: ModelConfig,
+    data: DatasetMixtureConfig,
+    checkpoint: str | None,
 ) -> tuple["Dataset", "Dataset | None", "PreTrainedTokenizerBase | ProcessorMixin | None", str]:
     """Training and held-out rows, the tokenizer, and the model's name or path."""
     from datasets import load_dataset
@@ -229,7 +237,13 @@ def _prepare(
     eval_dataset = held_out if script.task_eval_size else None
     if not tiny:
         return train_dataset, eval_dataset, processor, name
-    path = _tiny_model(name, train_dataset, held_out, script.tiny_warmup_steps, config)
+    torch.set_num_threads(1)  # on a model this small, threads cost more than they bring
+    path = str(Path(str(config.output_dir)) / name)
+    processes = PartialState()
+    # A resumed run takes its weights from the checkpoint.
+    if processes.is_main_process and (checkpoint is None or not Path(path, "config.json").exists()):
+        _build_tiny_model(path, train_dataset, held_out, script.tiny_warmup_steps, config.seed)
+    processes.wait_for_everyone()
     return train_dataset, eval_dataset, AutoTokenizer.from_pretrained(path), path
 
 
@@ -244,39 +258,31 @@ def _split(dataset: Any, field: str, script: DROScriptArguments, off: str) -> An
     return dataset[name]
 
 
-def _tiny_model(name: str, train_dataset: "Dataset", held_out: "Dataset", warmup_steps: int, config: DROConfig) -> str:
-    """Where the built-in model was saved, made for these rows and warmed up on the training rows.
+def _build_tiny_model(path: str, train_dataset: "Dataset", held_out: "Dataset", warmup_steps: int, seed: int) -> None:
+    """Save the built-in model of that name, made for these rows and warmed up on the training rows.
 
     From there every process loads it, and the reference model too if there is one.
     """
     from .tasks import build_tiny_model, entry_from_json, warm_up
 
-    torch.set_num_threads(1)  # on a model this small, threads cost more than they bring
-    path = str(Path(str(config.output_dir)) / name)
-    processes = PartialState()
-    if processes.is_main_process:
-        answers = [entry_from_json(entry)["answer"] for entry in train_dataset["entry"]]
-        held_out_prompts = held_out["prompt"] if len(held_out) else []
-        texts = [*train_dataset["prompt"], *held_out_prompts, *answers]
-        print(f"Building {name}, with {warmup_steps} supervised steps of warm-up.", flush=True)
-        model, tokenizer = build_tiny_model(name, texts, seed=config.seed)
-        warm_up(model, tokenizer, train_dataset["prompt"], answers, steps=warmup_steps, seed=config.seed)
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    processes.wait_for_everyone()
-    return path
+    name = Path(path).name
+    answers = [entry_from_json(entry)["answer"] for entry in train_dataset["entry"]]
+    held_out_prompts = held_out["prompt"] if len(held_out) else []
+    texts = [*train_dataset["prompt"], *held_out_prompts, *answers]
+    print(f"Building {name}, with {warmup_steps} supervised steps of warm-up.", flush=True)
+    model, tokenizer = build_tiny_model(name, texts, seed=seed)
+    warm_up(model, tokenizer, train_dataset["prompt"], answers, steps=warmup_steps, seed=seed)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
-def _evaluate(trainer: "DROTrainer", show: int) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Metrics on the held-out rows, and the completions of `show` of their prompts; None without held-out rows."""
-    if trainer.eval_dataset is None:
-        return None
-    metrics = trainer.evaluate()
+def _completions(trainer: "DROTrainer", count: int) -> dict[str, str]:
+    """The latest completions, one of each of `count` prompts."""
     shown: dict[str, str] = {}
     for prompt, completion in reversed(trainer.last_completions()):
-        if len(shown) < show:
+        if len(shown) < count:
             shown.setdefault(_text(prompt), _text(completion))
-    return metrics, shown
+    return shown
 
 
 def _text(message: Any) -> str:
