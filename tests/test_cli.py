@@ -621,6 +621,11 @@ def test_validating_before_a_launch_leaves_the_environment_alone(config, monkeyp
     assert dict(os.environ) == before
 
 
+def test_launchers_of_several_machines_do_not_remove_the_directory_that_all_of_them_use(config, monkeypatch, tmp_path):
+    launched(monkeypatch, "--config", config(), "--num_processes", "2")
+    assert (tmp_path / "run").is_dir()
+
+
 def test_a_failed_launch_is_exit_code_1_without_a_traceback(config, monkeypatch, capsys):
     def fail(arguments):
         raise subprocess.CalledProcessError(1, "python")

@@ -76,7 +76,8 @@ def train(argv: list[str]) -> int:
     Raises:
         ValueError: If the configuration is bad. Nothing has been launched then.
     """
-    from .train import EXPECTED_PROCESSES, check_output_dir, run
+    from .checks import check_args
+    from .train import EXPECTED_PROCESSES, run
     from .train_arguments import make_parser, parse, parse_loudly
 
     if not argv or "-h" in argv or "--help" in argv:
@@ -100,7 +101,7 @@ def train(argv: list[str]) -> int:
     with _environment_restored(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, config, *_ = parse(own, prog="trl-dro train", config_class=_config_for(_world_size(launch_args)))
-        check_output_dir(config)
+        check_args(config, has_rollout_func=False)
     with _environment_restored():
         if launch_args.num_processes or launch_args.config_file:  # else accelerate counts the devices
             os.environ[EXPECTED_PROCESSES] = str(_world_size(launch_args))

@@ -53,7 +53,7 @@ HUB_MODEL = (
 def check_output_dir(config: DROConfig) -> None:
     """Refuse an output directory that cannot be written, and leave none behind that was not there.
 
-    Not for a process of several: it would remove what the others are about to use.
+    Not where it is about to be used: of several launchers, one would remove what another has just made.
 
     Raises:
         ValueError: the directory cannot be written.
